@@ -103,290 +103,93 @@ CP_METHODS = {
 IGNORE_INDEX = -100  # a target that does not count
 GARBAGE_EVERY = 50  # steps between Python's collections of garbage
 
-# ---- model ---------------------------------------------------------------------------------------
-
-
-def flag(default, help, **details):
-    """Declare a dataclass field that is also a flag of the command line.
-
-    details: choices, or the bounds of a number, which must be in [least, below). By default, least
-        is 1, or 0 for a float, and below is infinity.
-        needs: what the flag has no effect without, as in "--checkpoint", "--cp > 1" or
-            "--lr-decay cosine or linear". If it is missing, the flag is refused, except with the
-            value `neutral`, which means that the flag is off.
-        group: the heading in --help for this flag and the next ones (default: the previous one).
-    """
-    return field(default=default, metadata={"help": help} | details)
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """A GPT. In shapes, D is hidden, V is vocab_size, T is seq_len / cp, and B counts sequences."""
-
-    layers: int = flag(4, "number of transformer layers", group="model")
-    hidden: int = flag(128, "width of the model")
-    heads: int = flag(4, "attention heads")
-    seq_len: int = flag(64, "tokens in a sequence")
-    vocab_size: int = flag(256, "tokens in the vocabulary")
-    dropout: float = flag(0.0, "dropout probability, in attention and residuals", below=1)
-    kv_heads: int | None = flag(None, "heads of keys and values (default: --heads)")
-    sp: bool = flag(False, "sequence parallelism: split activations over tp, too",
-                    needs="--tp > 1", group="layout")  # fmt: skip
-    recompute: str = flag("none", "recompute attention (selective) or layers (full) in backward",
-                          choices=("none", "selective", "full"))  # fmt: skip
-    recompute_layers: int = flag(1, "layers that --recompute full recomputes as one",
-                                 needs="--recompute full", neutral=1)  # fmt: skip
-    ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)",
-                           group="model")  # fmt: skip
-    experts: int = flag(0, "experts in a layer, or 0 for an MLP", least=0, group="experts")
-    top_k: int = flag(2, "experts that a token uses", needs="--experts")
-    shared_experts: int = flag(0, "experts that every token uses in addition", least=0,
-                               needs="--experts", neutral=0)  # fmt: skip
-    capacity_factor: float | None = flag(None, "limit of an expert's load / mean load", least=0.01,
-                                         needs="--experts")  # fmt: skip
-    balance: str = flag("aux", "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
-                        choices=("aux", "bias", "none"), needs="--experts",
-                        neutral="none")  # fmt: skip
-    moe_every: int = flag(1, "one layer in this many has experts", needs="--experts", neutral=1)
-    topk_nodes: int | None = flag(None, "nodes whose experts a token may use (default: all)",
-                                  needs="--experts")  # fmt: skip
-
-    @property
-    def mlp_width(self):
-        """F, the inner width of the MLP and of every expert."""
-        return self.ffn or 4 * self.hidden
-
-    def has_experts(self, layer):
-        """Return whether this layer has experts in place of an MLP."""
-        return self.experts > 0 and (layer + 1) % self.moe_every == 0
-
-
-def _residual_dropout(module, x):
-    """Apply dropout. With sp the ranks of tp draw different masks, otherwise the same one."""
-    config = module.config
-    with module.random if config.sp and config.dropout and module.training else nullcontext():
-        return dropout(x, config.dropout, module.training)
-
-
-class MLP(nn.Module):
-    """A column-parallel layer to width F, GELU, and a row-parallel layer back to width D."""
-
-    def __init__(self, hidden, width, **options):
-        super().__init__()
-        self.c_fc = ColumnParallelLinear(hidden, width, **options)
-        self.c_proj = RowParallelLinear(width, hidden, **options)
-
-    def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-
-
-class Block(nn.Module):
-    """A pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D). With sp, dim 0 is T/tp.
-
-    random: a context manager in which dropout differs between the ranks of tp.
-    attention_fn: attention_fn(q, k, v, p) computes attention, with p the dropout probability.
-    moe: a function that creates the mixture of experts, if this layer has one.
-    options: group and defer of column_parallel_linear().
-    """
-
-    def __init__(self, config, random=nullcontext(), attention_fn=attention, moe=None, **options):
-        super().__init__()
-        self.config, self.random, self.attention_fn = config, random, attention_fn
-        options["sequence_parallel"] = config.sp
-        sizes = config.hidden, config.heads, config.kv_heads
-        attend = self.attend
-        if config.recompute == "selective":
-            attend = partial(recompute, self.attend)
-        self.ln_1 = nn.LayerNorm(config.hidden)
-        self.attn = ParallelSelfAttention(*sizes, attend, **options)
-        self.ln_2 = nn.LayerNorm(config.hidden)
-        self.mlp = moe() if moe else MLP(config.hidden, config.mlp_width, **options)
-
-    def forward(self, x):
-        x = x + _residual_dropout(self, self.attn(self.ln_1(x)))
-        return x + _residual_dropout(self, self.mlp(self.ln_2(x)))
-
-    def attend(self, q, k, v):
-        """Compute attention. Heads are split over tp, so every rank draws its own mask."""
-        p = self.config.dropout if self.training else 0.0
-        with self.random if p else nullcontext():
-            return self.attention_fn(q, k, v, p)
-
-
-class GPT(nn.Module):
-    """One pipeline stage of a GPT. Its layers are numbered as in the whole model.
-
-    Stages pass on activations (T, B, D), or (T/tp, B, D) with sp. The first takes tokens (B, T),
-    and the last returns logits (T, B, V/tp). The head uses the weight of the token embedding. With
-    several stages the last one has a copy of it, which Trainer.sum_shared_gradients() keeps equal.
-
-    positions: the T positions of each sequence that this rank of cp holds.
-    moe, options: passed on to Block, but moe only for layers with experts.
-    """
-
-    def __init__(self, config, positions, tp_group, stage, num_stages, moe=None, **options):
-        super().__init__()
-        self.config, self.tp_group = config, tp_group
-        self.is_first = stage == 0
-        self.is_last = stage == num_stages - 1
-        self.defer = options.get("defer")
-        self.random = options.get("random", nullcontext())
-        self.set_positions(positions)
-        sizes = config.vocab_size, config.hidden
-        embedding = partial(VocabParallelEmbedding, *sizes, tp_group, config.sp)
-        self.transformer = nn.ModuleDict()
-        if self.is_first:
-            self.transformer["wte"] = embedding()
-            self.transformer["wpe"] = nn.Embedding(config.seq_len, config.hidden)
-        self.transformer["h"] = nn.ModuleDict()
-        for i in layers_of(stage, num_stages, config):
-            own_moe = moe if config.has_experts(i) else None
-            self.transformer["h"][str(i)] = Block(config, moe=own_moe, group=tp_group, **options)
-        if self.is_last:
-            self.transformer["ln_f"] = nn.LayerNorm(config.hidden)
-            self.lm_head = self.transformer["wte"] if self.is_first else embedding()
-        if config.sp:  # a rank's gradients of these modules cover its own tokens only
-            for module in self.modules():
-                if isinstance(module, (nn.LayerNorm, nn.Embedding)):
-                    mark_sum_over_tp(module)
-
-    def forward(self, x):
-        if self.is_first:
-            x = self.transformer["wte"](x.t())
-            x = x + self.transformer["wpe"](self.positions).unsqueeze(1)
-            x = _residual_dropout(self, x)
-        layers = list(self.transformer["h"].values())
-        if self.config.recompute == "full":
-            x = recompute_groups(layers, self.config.recompute_layers, x)
-        else:
-            x = run_layers(layers, x)
-        if self.is_last:
-            x = self.transformer["ln_f"](x)
-            options = {"group": self.tp_group, "sequence_parallel": self.config.sp}
-            options["defer"] = self.defer
-            x = column_parallel_linear(x, self.lm_head.weight, **options)  # (T, B, V/tp)
-        return x
-
-    def set_positions(self, positions):
-        """Set which positions a sequence's tokens have. With sp, keep those of this rank of tp."""
-        self.positions = positions
-        if self.config.sp:
-            rank, tp = rank_and_size(self.tp_group)
-            self.positions = positions.chunk(tp)[rank]
-
-    def tied_weight(self):
-        """Return the weight of embedding or head if another stage has a copy, otherwise None."""
-        if self.is_first == self.is_last:
-            return None
-        return self.transformer["wte"].weight if self.is_first else self.lm_head.weight
-
-
-def layers_of(stage, num_stages, config):
-    """Return the range of a stage's layers, chosen so that the costliest stage costs least.
-
-    Every layer counts as 1, the mean cost of a layer, and the last stage starts with the cost of
-    the head. Each layer is then given to the stage that costs least so far. Among equal stages the
-    last one gets it, since earlier ones keep the activations of more microbatches. If the head
-    costs 1.1, 30 layers are divided into 8, 8, 8 and 6.
-    """
-    passes = 4 if config.recompute == "full" else 3  # forward 1, backward 2, recomputation 1
-    flops_of_head = 3 * 2 * config.hidden * config.vocab_size  # the head is never recomputed
-    costs = [0.0] * num_stages
-    costs[-1] = flops_of_head / (passes * flops_of_layers(config) / config.layers)
-    sizes = [0] * num_stages
-    for _ in range(config.layers):
-        cheapest = min(reversed(range(num_stages)), key=costs.__getitem__)
-        costs[cheapest] += 1
-        sizes[cheapest] += 1
-    begin = sum(sizes[:stage])
-    return range(begin, begin + sizes[stage])
-
-
-def forward_flops(config, experts):
-    """Return the forward FLOPs of one layer per token: (weight products, attention).
-
-    Each weight that a token uses costs 2 FLOPs, in all about 24 h^2. Attention to s tokens costs
-    4 s h. experts: 1 if the layer has experts, 0 if not, a fraction for the mean of several layers.
-    """
-    h = config.hidden
-    kv_width = h * (config.kv_heads or config.heads) // config.heads
-    mlp = 2 * h * config.mlp_width
-    weights = 2 * h * h + 2 * h * kv_width + mlp
-    extra = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
-    return 2 * (weights + experts * extra), 4 * config.seq_len * h
-
-
-def flops_of_layers(config):
-    """Return the forward FLOPs of all layers per token."""
-    return sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
-
-
-def flops_per_token(config):
-    """Return the FLOPs of forward and backward per token. Recomputation does not count."""
-    return 3 * (flops_of_layers(config) + 2 * config.hidden * config.vocab_size)
-
-
-def make_moe(args, mesh):
-    """Create the mixture of experts of a layer, (T, B, D) -> (T, B, D)."""
-    by_losses = args.balance == "aux"
-    layer = MoE(
-        args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
-        tp_group=None if args.sp else mesh.tp_group,  # without sp, MoE divides the tokens over tp
-        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-        nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
-        n_group=args.ep_nodes, topk_group=args.topk_nodes,
-        capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
-        score="sigmoid" if args.balance == "bias" else "softmax",
-        balance_coefficient=0.01 * by_losses, z_coefficient=0.001 * by_losses,
-        loss_scale=1 / args.microbatches,
-    )  # fmt: skip
-    shard = Shard(0, (args.experts,), mesh.ep_group)
-    layer.experts.shards = {"w_in": shard, "w_out": shard}
-    return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
-
-
-# ---- initial values ------------------------------------------------------------------------------
+# ---- the loop ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def initialize(model, layers, seed):
-    """Initialize this rank's part of every parameter, and zero the routers' biases (buffers)."""
-    shards = shards_of(model)
-    for name, parameter in model.named_parameters():
-        _, views = views_in_whole(parameter, parameter, shards.get(name))
-        name = name.replace("lm_head", "transformer.wte")  # the head is a copy of the embedding
-        for first_index, view in views.items():  # the index is 0 in all dims but the split one
-            view.copy_(initial_value(name, view.shape, layers, seed, max(first_index)))
-    for buffer in model.buffers():
-        buffer.zero_()
+def evaluate(trainer, data, batches=8):
+    """Return the mean loss per token of `batches` validation batches, which are always the same."""
+    total = 0.0
+    for index in range(batches):
+        batch = trainer.batch_of(data, index, "validation")
+        loss = trainer.run(trainer.evaluation, *batch).item()
+        if not math.isfinite(loss):
+            check_vocabulary(*batch, trainer.args.vocab_size)
+        total += loss
+    return total / batches
 
 
-def initial_value(name, shape, layers, seed, offset=0):
-    """Return the rows of a parameter from row `offset` on, initialized as in GPT-2.
+def validate(trainer, data, log):
+    """Report the loss of a validation, and a sample. Collective."""
+    log.validation(evaluate(trainer, data))
+    write_sample(trainer, data, log)
 
-    Each row has a random stream of its own, so that a rank draws only the rows that it holds. tp
-    splits a c_proj.weight by columns. There each column has a stream, and `offset` counts columns.
+
+def train(args, device):
+    """Train, from the last checkpoint if there is one, and validate. Collective.
+
+    Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving.
+    A save that is under way ends first.
     """
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if "ln_" in name:
-        return torch.ones(shape)
-    std = 0.02
-    if any(part in name for part in ("c_proj", "w_out", "shared.2")):
-        std /= math.sqrt(2 * layers)  # each layer adds two of these to the residual
-    by_column = name.endswith("c_proj.weight")
-    value = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32)
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    philox = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
-    generator = np.random.Generator(philox)
-    state = philox.state
-    offset *= math.prod(value.shape[1:-1])  # from experts to rows in w_in, w_out
-    for number, row in enumerate(value.view(-1, value.shape[-1]).numpy(), offset):
-        state["state"]["counter"][3] = number  # the highest of 4 words, so that rows never overlap
-        philox.state = state
-        generator.standard_normal(out=row, dtype=np.float32)
-    value.mul_(std)
-    return value.t() if by_column else value
+    on_all_ranks(check_memory, args)
+    data, data_digest = read_data(args)
+    on_all_ranks(prompt_of, args, data)
+    trainer = Trainer(args, make_mesh(args), device)
+    trainer.data_digest = data_digest
+    if args.checkpoint:
+        folder = Path(args.checkpoint)
+        lock = on_all_ranks(claim, folder, prefix=f"--checkpoint {folder}: ")  # held until the end
+        resume(trainer, folder)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
+    saver = Saver(trainer, folder) if args.checkpoint else nullcontext()
+    log = Log(trainer)
+    if trainer.steps_done >= args.steps:
+        log.say(f"--steps {args.steps}: nothing to train, as step {trainer.steps_done} is saved")
+        validate(trainer, data, log)
+
+    def is_due(every):  # after this many steps, and in any case after the last one
+        is_over = trainer.stop or trainer.steps_done == args.steps
+        return is_over or (every is not None and trainer.steps_done % every == 0)
+
+    batch = trainer.batch_of(data, trainer.steps_done)
+    with saver, collects_garbage_by_hand():  # at the end, saver waits for the last save
+        while trainer.steps_done < args.steps:
+            began = time.perf_counter()
+            is_first = not trainer.has_stepped
+            launched = trainer.launch_step(*batch)
+            next_batch = trainer.batch_of(data, trainer.steps_done + 1)  # while a GPU computes
+            metrics = trainer.finish_step(launched, *batch)
+            if is_first:
+                require_equal_gradients(trainer)
+            batch = next_batch
+            log.step(metrics, time.perf_counter() - began)
+            if trainer.steps_done % GARBAGE_EVERY == 0:
+                gc.collect()  # on all ranks at the same time
+            if is_due(args.save_every):
+                require_equal_copies(trainer, saver)
+                if args.checkpoint:
+                    saver.save()  # raises the previous save's error
+            if trainer.stop:
+                end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
+                raise TrainingError(end, status=128 + signal.SIGTERM)
+            if is_due(args.eval_every):
+                validate(trainer, data, log)
+
+
+@contextmanager
+def collects_garbage_by_hand():
+    """Keep Python from collecting cyclic garbage by itself.
+
+    It would do so at different moments on each rank, and a rank that pauses inside a step keeps all
+    others waiting. Steps leave no tensors in cycles, so collecting seldom takes no more memory.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -765,181 +568,423 @@ def require_elementwise(args, optimizer):
     raise TrainingError(f"{cuts} cuts matrices, which {kind.__name__} may need whole: {ways}", 2)
 
 
-# ---- the loop ------------------------------------------------------------------------------------
+# ---- mesh ----------------------------------------------------------------------------------------
+
+
+class Mesh(SimpleNamespace):
+    """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
+
+    pp_group, dp_group, cp_group, tp_group   the ranks that differ on this axis only
+    dp_cp_group              the ranks of dp x cp, over which gradients are summed
+    shard_group              neighbours in dp_cp_group that together hold one copy of ZeRO's shards
+    replicate_group          the ranks of dp_cp_group that hold the same shards
+    ep_group                 ranks of dp x cp x tp that together hold each expert of a layer once
+    expert_dp_group          the ranks of dp x cp that hold the same experts
+    expert_shard_group       neighbours in expert_dp_group that together hold one copy of the shards
+    expert_replicate_group   the ranks of expert_dp_group that hold the same shards
+    expert_tp_group          the ranks of tp that hold the same experts
+    node_group               the ranks of ep_group on this node
+    cross_group              the ranks of ep_group with the same rank in their node_group
+    embedding_group          the first and the last rank of pp_group; others have no such group
+
+    With pp 2, dp 2 and tp 2, the grid is [[0 1] [2 3]] in stage 0 and [[4 5] [6 7]] in stage 1:
+
+        tp_group           0 1, 2 3, 4 5, 6 7    the same stage and replica
+        dp_group           0 2, 1 3, 4 6, 5 7    the same stage and place in tp
+        pp_group           0 4, 1 5, 2 6, 3 7    the same replica and place in tp
+
+    Experts are spread over gcd(ep, tp) ranks of tp, and then over dp x cp. With 8 ranks and pp 1:
+
+                           tp 2 and ep 4         tp 4 and ep 2
+        tp_group           0 1, 2 3, 4 5, 6 7    0 1 2 3, 4 5 6 7
+        ep_group           0 1 2 3, 4 5 6 7      0 1, 2 3, 4 5, 6 7
+        expert_dp_group    0 4, 1 5, 2 6, 3 7    0 4, 1 5, 2 6, 3 7
+        expert_tp_group    each rank is alone    0 2, 1 3, 4 6, 5 7
+    """
+
+
+# The names of groups over which DDP and ZeRO sum gradients end with one of these.
+GRADIENT_GROUPS = ("dp_cp_group", "expert_dp_group", "shard_group", "replicate_group")
+
+
+def make_mesh(args, groups=None):
+    """Create all groups of the grid and return this process's Mesh. Collective.
+
+    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. But
+    gradients have groups of their own, because the operations of a group run in order, and layers'
+    messages should not wait for gradients. groups: those of earlier meshes, to be used again.
+    """
+    rank = dist.get_rank()
+    groups = {} if groups is None else groups
+    of_gradients = GRADIENT_GROUPS
+    if not args.experts:  # nothing is sent over dp_group, so gradients may share it
+        of_gradients += ("dp_group",)
+    mine = {}
+    degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
+    for name, slices in slices_of(*degrees).items():  # in the same order on all ranks
+        for ranks in map(tuple, slices.tolist()):
+            is_alone = len(ranks) == 1
+            key = ranks, not is_alone and name.endswith(of_gradients)
+            if key not in groups and (rank in ranks or not is_alone):
+                groups[key] = make_group(ranks, timedelta(seconds=args.timeout))
+            if rank in ranks:
+                mine[name] = groups[key]
+    for group in dict.fromkeys(mine.values()):
+        nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
+        sizes = {nodes.count(node) for node in nodes}
+        set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
+        if args.collectives == "backend":
+            set_backend_collectives(group)
+        # NCCL without a bound GPU needs all ranks in a group's first operation, which is this one
+        if not is_bound_to_gpu():
+            barrier(group)
+    return Mesh(**mine)
+
+
+def is_bound_to_gpu():
+    """Return whether join() has connected this process's own GPU over NCCL."""
+    return dist.group.WORLD.bound_device_id is not None
+
+
+def make_group(ranks, timeout):
+    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
+
+    On GPUs a group has only NCCL, on a stream of high priority, so that messages do not wait for
+    kernels of the computation. A group of one has gloo, which costs nothing until it is used.
+    """
+    is_alone = len(ranks) == 1
+    if is_alone or not is_bound_to_gpu():
+        backend = "gloo" if is_bound_to_gpu() else None
+        return dist.new_group(ranks, timeout, backend, use_local_synchronization=is_alone)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group() warns if it differs
+    return dist.new_group(ranks, timeout, "nccl", options)
+
+
+def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
+    """Cut the grid (pp, dp, cp, tp) into groups. Return {name: ranks}, one row per group.
+
+    ep_nodes: the number of nodes over which an ep_group is spread.
+    replicate: the number of copies of ZeRO's shards in a dp_cp_group. In an expert_dp_group it is
+        gcd(replicate, size of the group).
+    """
+    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
+    replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
+    ends = grid[[0, -1]] if pp > 1 else grid
+    in_tp = math.gcd(ep, tp)
+    # Dims: stage, copy in dp x cp, part in dp x cp, copy in tp, part in tp. In a stage, a rank's
+    # coordinates on the part dims say which experts it holds, and those on the copy dims say which
+    # ep_group it is in. Mesh's examples have the shapes (1, 2, 2, 1, 2) and (1, 2, 1, 2, 2).
+    domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
+    ep_groups = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
+    expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
+    shard_copies = math.gcd(replicate, expert_replicas.shape[1])
+    # A row consists of `count` runs of neighbours. A group is one run, or one rank of each run.
+    runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
+    across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
+    return {
+        "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
+        "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
+        "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
+        "tp_group": grid.reshape(-1, tp),
+        "dp_cp_group": replicas,
+        "shard_group": runs_of(replicas, replicate),  # 2 runs of 0 2 4 6: 0 2, 4 6
+        "replicate_group": across_runs(replicas, replicate),  # across them: 0 4, 2 6
+        "ep_group": ep_groups,
+        "expert_dp_group": expert_replicas,
+        "expert_shard_group": runs_of(expert_replicas, shard_copies),
+        "expert_replicate_group": across_runs(expert_replicas, shard_copies),
+        "expert_tp_group": domain.mT.flatten(0, 3),
+        "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
+        "node_group": runs_of(ep_groups, ep_nodes),
+        "cross_group": across_runs(ep_groups, ep_nodes),
+    }
+
+
+# ---- model ---------------------------------------------------------------------------------------
+
+
+def flag(default, help, **details):
+    """Declare a dataclass field that is also a flag of the command line.
+
+    details: choices, or the bounds of a number, which must be in [least, below). By default, least
+        is 1, or 0 for a float, and below is infinity.
+        needs: what the flag has no effect without, as in "--checkpoint", "--cp > 1" or
+            "--lr-decay cosine or linear". If it is missing, the flag is refused, except with the
+            value `neutral`, which means that the flag is off.
+        group: the heading in --help for this flag and the next ones (default: the previous one).
+    """
+    return field(default=default, metadata={"help": help} | details)
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """A GPT. In shapes, D is hidden, V is vocab_size, T is seq_len / cp, and B counts sequences."""
+
+    layers: int = flag(4, "number of transformer layers", group="model")
+    hidden: int = flag(128, "width of the model")
+    heads: int = flag(4, "attention heads")
+    seq_len: int = flag(64, "tokens in a sequence")
+    vocab_size: int = flag(256, "tokens in the vocabulary")
+    dropout: float = flag(0.0, "dropout probability, in attention and residuals", below=1)
+    kv_heads: int | None = flag(None, "heads of keys and values (default: --heads)")
+    sp: bool = flag(False, "sequence parallelism: split activations over tp, too",
+                    needs="--tp > 1", group="layout")  # fmt: skip
+    recompute: str = flag("none", "recompute attention (selective) or layers (full) in backward",
+                          choices=("none", "selective", "full"))  # fmt: skip
+    recompute_layers: int = flag(1, "layers that --recompute full recomputes as one",
+                                 needs="--recompute full", neutral=1)  # fmt: skip
+    ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)",
+                           group="model")  # fmt: skip
+    experts: int = flag(0, "experts in a layer, or 0 for an MLP", least=0, group="experts")
+    top_k: int = flag(2, "experts that a token uses", needs="--experts")
+    shared_experts: int = flag(0, "experts that every token uses in addition", least=0,
+                               needs="--experts", neutral=0)  # fmt: skip
+    capacity_factor: float | None = flag(None, "limit of an expert's load / mean load", least=0.01,
+                                         needs="--experts")  # fmt: skip
+    balance: str = flag("aux", "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
+                        choices=("aux", "bias", "none"), needs="--experts",
+                        neutral="none")  # fmt: skip
+    moe_every: int = flag(1, "one layer in this many has experts", needs="--experts", neutral=1)
+    topk_nodes: int | None = flag(None, "nodes whose experts a token may use (default: all)",
+                                  needs="--experts")  # fmt: skip
+
+    @property
+    def mlp_width(self):
+        """F, the inner width of the MLP and of every expert."""
+        return self.ffn or 4 * self.hidden
+
+    def has_experts(self, layer):
+        """Return whether this layer has experts in place of an MLP."""
+        return self.experts > 0 and (layer + 1) % self.moe_every == 0
+
+
+def _residual_dropout(module, x):
+    """Apply dropout. With sp the ranks of tp draw different masks, otherwise the same one."""
+    config = module.config
+    with module.random if config.sp and config.dropout and module.training else nullcontext():
+        return dropout(x, config.dropout, module.training)
+
+
+class MLP(nn.Module):
+    """A column-parallel layer to width F, GELU, and a row-parallel layer back to width D."""
+
+    def __init__(self, hidden, width, **options):
+        super().__init__()
+        self.c_fc = ColumnParallelLinear(hidden, width, **options)
+        self.c_proj = RowParallelLinear(width, hidden, **options)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """A pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D). With sp, dim 0 is T/tp.
+
+    random: a context manager in which dropout differs between the ranks of tp.
+    attention_fn: attention_fn(q, k, v, p) computes attention, with p the dropout probability.
+    moe: a function that creates the mixture of experts, if this layer has one.
+    options: group and defer of column_parallel_linear().
+    """
+
+    def __init__(self, config, random=nullcontext(), attention_fn=attention, moe=None, **options):
+        super().__init__()
+        self.config, self.random, self.attention_fn = config, random, attention_fn
+        options["sequence_parallel"] = config.sp
+        sizes = config.hidden, config.heads, config.kv_heads
+        attend = self.attend
+        if config.recompute == "selective":
+            attend = partial(recompute, self.attend)
+        self.ln_1 = nn.LayerNorm(config.hidden)
+        self.attn = ParallelSelfAttention(*sizes, attend, **options)
+        self.ln_2 = nn.LayerNorm(config.hidden)
+        self.mlp = moe() if moe else MLP(config.hidden, config.mlp_width, **options)
+
+    def forward(self, x):
+        x = x + _residual_dropout(self, self.attn(self.ln_1(x)))
+        return x + _residual_dropout(self, self.mlp(self.ln_2(x)))
+
+    def attend(self, q, k, v):
+        """Compute attention. Heads are split over tp, so every rank draws its own mask."""
+        p = self.config.dropout if self.training else 0.0
+        with self.random if p else nullcontext():
+            return self.attention_fn(q, k, v, p)
+
+
+class GPT(nn.Module):
+    """One pipeline stage of a GPT. Its layers are numbered as in the whole model.
+
+    Stages pass on activations (T, B, D), or (T/tp, B, D) with sp. The first takes tokens (B, T),
+    and the last returns logits (T, B, V/tp). The head uses the weight of the token embedding. With
+    several stages the last one has a copy of it, which Trainer.sum_shared_gradients() keeps equal.
+
+    positions: the T positions of each sequence that this rank of cp holds.
+    moe, options: passed on to Block, but moe only for layers with experts.
+    """
+
+    def __init__(self, config, positions, tp_group, stage, num_stages, moe=None, **options):
+        super().__init__()
+        self.config, self.tp_group = config, tp_group
+        self.is_first = stage == 0
+        self.is_last = stage == num_stages - 1
+        self.defer = options.get("defer")
+        self.random = options.get("random", nullcontext())
+        self.set_positions(positions)
+        sizes = config.vocab_size, config.hidden
+        embedding = partial(VocabParallelEmbedding, *sizes, tp_group, config.sp)
+        self.transformer = nn.ModuleDict()
+        if self.is_first:
+            self.transformer["wte"] = embedding()
+            self.transformer["wpe"] = nn.Embedding(config.seq_len, config.hidden)
+        self.transformer["h"] = nn.ModuleDict()
+        for i in layers_of(stage, num_stages, config):
+            own_moe = moe if config.has_experts(i) else None
+            self.transformer["h"][str(i)] = Block(config, moe=own_moe, group=tp_group, **options)
+        if self.is_last:
+            self.transformer["ln_f"] = nn.LayerNorm(config.hidden)
+            self.lm_head = self.transformer["wte"] if self.is_first else embedding()
+        if config.sp:  # a rank's gradients of these modules cover its own tokens only
+            for module in self.modules():
+                if isinstance(module, (nn.LayerNorm, nn.Embedding)):
+                    mark_sum_over_tp(module)
+
+    def forward(self, x):
+        if self.is_first:
+            x = self.transformer["wte"](x.t())
+            x = x + self.transformer["wpe"](self.positions).unsqueeze(1)
+            x = _residual_dropout(self, x)
+        layers = list(self.transformer["h"].values())
+        if self.config.recompute == "full":
+            x = recompute_groups(layers, self.config.recompute_layers, x)
+        else:
+            x = run_layers(layers, x)
+        if self.is_last:
+            x = self.transformer["ln_f"](x)
+            options = {"group": self.tp_group, "sequence_parallel": self.config.sp}
+            options["defer"] = self.defer
+            x = column_parallel_linear(x, self.lm_head.weight, **options)  # (T, B, V/tp)
+        return x
+
+    def set_positions(self, positions):
+        """Set which positions a sequence's tokens have. With sp, keep those of this rank of tp."""
+        self.positions = positions
+        if self.config.sp:
+            rank, tp = rank_and_size(self.tp_group)
+            self.positions = positions.chunk(tp)[rank]
+
+    def tied_weight(self):
+        """Return the weight of embedding or head if another stage has a copy, otherwise None."""
+        if self.is_first == self.is_last:
+            return None
+        return self.transformer["wte"].weight if self.is_first else self.lm_head.weight
+
+
+def layers_of(stage, num_stages, config):
+    """Return the range of a stage's layers, chosen so that the costliest stage costs least.
+
+    Every layer counts as 1, the mean cost of a layer, and the last stage starts with the cost of
+    the head. Each layer is then given to the stage that costs least so far. Among equal stages the
+    last one gets it, since earlier ones keep the activations of more microbatches. If the head
+    costs 1.1, 30 layers are divided into 8, 8, 8 and 6.
+    """
+    passes = 4 if config.recompute == "full" else 3  # forward 1, backward 2, recomputation 1
+    flops_of_head = 3 * 2 * config.hidden * config.vocab_size  # the head is never recomputed
+    costs = [0.0] * num_stages
+    costs[-1] = flops_of_head / (passes * flops_of_layers(config) / config.layers)
+    sizes = [0] * num_stages
+    for _ in range(config.layers):
+        cheapest = min(reversed(range(num_stages)), key=costs.__getitem__)
+        costs[cheapest] += 1
+        sizes[cheapest] += 1
+    begin = sum(sizes[:stage])
+    return range(begin, begin + sizes[stage])
+
+
+def forward_flops(config, experts):
+    """Return the forward FLOPs of one layer per token: (weight products, attention).
+
+    Each weight that a token uses costs 2 FLOPs, in all about 24 h^2. Attention to s tokens costs
+    4 s h. experts: 1 if the layer has experts, 0 if not, a fraction for the mean of several layers.
+    """
+    h = config.hidden
+    kv_width = h * (config.kv_heads or config.heads) // config.heads
+    mlp = 2 * h * config.mlp_width
+    weights = 2 * h * h + 2 * h * kv_width + mlp
+    extra = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
+    return 2 * (weights + experts * extra), 4 * config.seq_len * h
+
+
+def flops_of_layers(config):
+    """Return the forward FLOPs of all layers per token."""
+    return sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
+
+
+def flops_per_token(config):
+    """Return the FLOPs of forward and backward per token. Recomputation does not count."""
+    return 3 * (flops_of_layers(config) + 2 * config.hidden * config.vocab_size)
+
+
+def make_moe(args, mesh):
+    """Create the mixture of experts of a layer, (T, B, D) -> (T, B, D)."""
+    by_losses = args.balance == "aux"
+    layer = MoE(
+        args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
+        tp_group=None if args.sp else mesh.tp_group,  # without sp, MoE divides the tokens over tp
+        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
+        nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
+        n_group=args.ep_nodes, topk_group=args.topk_nodes,
+        capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
+        score="sigmoid" if args.balance == "bias" else "softmax",
+        balance_coefficient=0.01 * by_losses, z_coefficient=0.001 * by_losses,
+        loss_scale=1 / args.microbatches,
+    )  # fmt: skip
+    shard = Shard(0, (args.experts,), mesh.ep_group)
+    layer.experts.shards = {"w_in": shard, "w_out": shard}
+    return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
+
+
+# ---- initial values ------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def evaluate(trainer, data, batches=8):
-    """Return the mean loss per token of `batches` validation batches, which are always the same."""
-    total = 0.0
-    for index in range(batches):
-        batch = trainer.batch_of(data, index, "validation")
-        loss = trainer.run(trainer.evaluation, *batch).item()
-        if not math.isfinite(loss):
-            check_vocabulary(*batch, trainer.args.vocab_size)
-        total += loss
-    return total / batches
+def initialize(model, layers, seed):
+    """Initialize this rank's part of every parameter, and zero the routers' biases (buffers)."""
+    shards = shards_of(model)
+    for name, parameter in model.named_parameters():
+        _, views = views_in_whole(parameter, parameter, shards.get(name))
+        name = name.replace("lm_head", "transformer.wte")  # the head is a copy of the embedding
+        for first_index, view in views.items():  # the index is 0 in all dims but the split one
+            view.copy_(initial_value(name, view.shape, layers, seed, max(first_index)))
+    for buffer in model.buffers():
+        buffer.zero_()
 
 
-def validate(trainer, data, log):
-    """Report the loss of a validation, and a sample. Collective."""
-    log.validation(evaluate(trainer, data))
-    write_sample(trainer, data, log)
+def initial_value(name, shape, layers, seed, offset=0):
+    """Return the rows of a parameter from row `offset` on, initialized as in GPT-2.
 
-
-def train(args, device):
-    """Train, from the last checkpoint if there is one, and validate. Collective.
-
-    Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving.
-    A save that is under way ends first.
+    Each row has a random stream of its own, so that a rank draws only the rows that it holds. tp
+    splits a c_proj.weight by columns. There each column has a stream, and `offset` counts columns.
     """
-    on_all_ranks(check_memory, args)
-    data, data_digest = read_data(args)
-    on_all_ranks(prompt_of, args, data)
-    trainer = Trainer(args, make_mesh(args), device)
-    trainer.data_digest = data_digest
-    if args.checkpoint:
-        folder = Path(args.checkpoint)
-        lock = on_all_ranks(claim, folder, prefix=f"--checkpoint {folder}: ")  # held until the end
-        resume(trainer, folder)
-        signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
-    saver = Saver(trainer, folder) if args.checkpoint else nullcontext()
-    log = Log(trainer)
-    if trainer.steps_done >= args.steps:
-        log.say(f"--steps {args.steps}: nothing to train, as step {trainer.steps_done} is saved")
-        validate(trainer, data, log)
-
-    def is_due(every):  # after this many steps, and in any case after the last one
-        is_over = trainer.stop or trainer.steps_done == args.steps
-        return is_over or (every is not None and trainer.steps_done % every == 0)
-
-    batch = trainer.batch_of(data, trainer.steps_done)
-    with saver, collects_garbage_by_hand():  # at the end, saver waits for the last save
-        while trainer.steps_done < args.steps:
-            began = time.perf_counter()
-            is_first = not trainer.has_stepped
-            launched = trainer.launch_step(*batch)
-            next_batch = trainer.batch_of(data, trainer.steps_done + 1)  # while a GPU computes
-            metrics = trainer.finish_step(launched, *batch)
-            if is_first:
-                require_equal_gradients(trainer)
-            batch = next_batch
-            log.step(metrics, time.perf_counter() - began)
-            if trainer.steps_done % GARBAGE_EVERY == 0:
-                gc.collect()  # on all ranks at the same time
-            if is_due(args.save_every):
-                require_equal_copies(trainer, saver)
-                if args.checkpoint:
-                    saver.save()  # raises the previous save's error
-            if trainer.stop:
-                end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
-                raise TrainingError(end, status=128 + signal.SIGTERM)
-            if is_due(args.eval_every):
-                validate(trainer, data, log)
-
-
-@contextmanager
-def collects_garbage_by_hand():
-    """Keep Python from collecting cyclic garbage by itself.
-
-    It would do so at different moments on each rank, and a rank that pauses inside a step keeps all
-    others waiting. Steps leave no tensors in cycles, so collecting seldom takes no more memory.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-# ---- copies that must be equal -------------------------------------------------------------------
-
-
-def require_equal_gradients(trainer):
-    """After a step, raise TrainingError if copies over tp have different gradients. Collective.
-
-    A layer that forgets mark_sum_over_tp() or set_shard() shows in the first step.
-    """
-    args, mesh = trainer.args, trainer.mesh
-    groups = []
-    if args.tp > 1:
-        groups.append(mesh.tp_group)
-    if args.tp > 1 and args.experts:
-        groups.append(mesh.expert_tp_group)
-    for group in groups:
-        for chunk in trainer.chunks:
-            on_all_ranks(check_gradients_over_tp, chunk, group, status=1)
-
-
-def require_equal_copies(trainer, saver):
-    """Raise TrainingError if copies have come to differ. Collective.
-
-    With --checkpoint, the state is saved all the same, but under a name that no run resumes from.
-    """
-    fault = check_copies(trainer)
-    if fault and trainer.args.checkpoint:
-        saver.save(".unequal")
-        fault += f"; this state is saved as step_{trainer.steps_done:08d}.unequal"
-    if fault:
-        raise TrainingError(fault)
-
-
-def check_copies(trainer):
-    """Return a sentence about copies that have come to differ, or "", on all ranks. Collective.
-
-    Whatever two ranks hold of the same place in the same weight, bias of a router or moment must
-    have the same bits: replicas over dp x cp, with ZeRO the copies of its shards, what tp does not
-    divide, copies of experts, the tied weight, and DualPipe's second replica. If bits differ, a
-    memory or a computation has been at fault, and the training would go on with both values.
-    """
-    mesh = trainer.mesh
-    own = fingerprints(trainer)
-    fault = ""
-    for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
-        copies = {}  # {what: [(rank, fingerprint), ...]}
-        for rank, theirs in zip(dist.get_process_group_ranks(group), gather_objects(own, group)):
-            for what, value in theirs:
-                copies.setdefault(what, []).append((rank, value))
-        for what, held in copies.items():
-            usual, _ = Counter(value for _, value in held).most_common(1)[0]
-            others = [rank for rank, value in held if value != usual]
-            if others and not fault:
-                first = next(rank for rank, value in held if value == usual)
-                fault = f"{what} on rank {others[0]} differs from its copy on rank {first}"
-    return next(filter(None, gather_objects(fault)), "")
-
-
-@torch.no_grad()
-def fingerprints(trainer):
-    """Return [(what, fingerprint)] for each part of the state that this rank holds."""
-    parts, values = [], []
-    for chunk in trainer.chunks:
-        for kind, tensors in state_of(trainer, [chunk]).items():
-            for name, tensor in tensors.items():
-                for first_index, box in tensor.boxes.items():
-                    what = name if kind == "model" else f"{kind} of {name}"
-                    parts.append(f"{what}{list(box.shape)} at {list(first_index)}")
-                    values.append(fingerprint(box))
-    if not parts:  # a small model that ZeRO divides over many ranks
-        return []
-    return list(zip(parts, torch.stack(values).tolist()))  # the host waits for the device once
-
-
-def fingerprint(tensor):
-    """Return a 64-bit hash of a tensor's bits, as a tensor on its device.
-
-    It is the sum of the elements' bits, each times an odd number that depends on its position. So
-    it always changes if one element does, and almost always if several do.
-    """
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.flatten().view(integers[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for part in bits.split(2**20):  # in parts, because products take 8 bytes per element
-        factors = 2 * torch.arange(len(part), device=bits.device) + 1
-        total = total * 1000003 + (part * factors).sum()  # modulo 2**64
-    return total
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "ln_" in name:
+        return torch.ones(shape)
+    std = 0.02
+    if any(part in name for part in ("c_proj", "w_out", "shared.2")):
+        std /= math.sqrt(2 * layers)  # each layer adds two of these to the residual
+    by_column = name.endswith("c_proj.weight")
+    value = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    philox = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
+    generator = np.random.Generator(philox)
+    state = philox.state
+    offset *= math.prod(value.shape[1:-1])  # from experts to rows in w_in, w_out
+    for number, row in enumerate(value.view(-1, value.shape[-1]).numpy(), offset):
+        state["state"]["counter"][3] = number  # the highest of 4 words, so that rows never overlap
+        philox.state = state
+        generator.standard_normal(out=row, dtype=np.float32)
+    value.mul_(std)
+    return value.t() if by_column else value
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -1079,139 +1124,6 @@ def printable(text):
     escape = lambda letter: letter.encode("unicode_escape").decode()
     is_safe = lambda letter: letter == "\n" or letter.isprintable()
     return "".join(letter if is_safe(letter) else escape(letter) for letter in text)
-
-
-# ---- mesh ----------------------------------------------------------------------------------------
-
-
-class Mesh(SimpleNamespace):
-    """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
-
-    pp_group, dp_group, cp_group, tp_group   the ranks that differ on this axis only
-    dp_cp_group              the ranks of dp x cp, over which gradients are summed
-    shard_group              neighbours in dp_cp_group that together hold one copy of ZeRO's shards
-    replicate_group          the ranks of dp_cp_group that hold the same shards
-    ep_group                 ranks of dp x cp x tp that together hold each expert of a layer once
-    expert_dp_group          the ranks of dp x cp that hold the same experts
-    expert_shard_group       neighbours in expert_dp_group that together hold one copy of the shards
-    expert_replicate_group   the ranks of expert_dp_group that hold the same shards
-    expert_tp_group          the ranks of tp that hold the same experts
-    node_group               the ranks of ep_group on this node
-    cross_group              the ranks of ep_group with the same rank in their node_group
-    embedding_group          the first and the last rank of pp_group; others have no such group
-
-    With pp 2, dp 2 and tp 2, the grid is [[0 1] [2 3]] in stage 0 and [[4 5] [6 7]] in stage 1:
-
-        tp_group           0 1, 2 3, 4 5, 6 7    the same stage and replica
-        dp_group           0 2, 1 3, 4 6, 5 7    the same stage and place in tp
-        pp_group           0 4, 1 5, 2 6, 3 7    the same replica and place in tp
-
-    Experts are spread over gcd(ep, tp) ranks of tp, and then over dp x cp. With 8 ranks and pp 1:
-
-                           tp 2 and ep 4         tp 4 and ep 2
-        tp_group           0 1, 2 3, 4 5, 6 7    0 1 2 3, 4 5 6 7
-        ep_group           0 1 2 3, 4 5 6 7      0 1, 2 3, 4 5, 6 7
-        expert_dp_group    0 4, 1 5, 2 6, 3 7    0 4, 1 5, 2 6, 3 7
-        expert_tp_group    each rank is alone    0 2, 1 3, 4 6, 5 7
-    """
-
-
-# The names of groups over which DDP and ZeRO sum gradients end with one of these.
-GRADIENT_GROUPS = ("dp_cp_group", "expert_dp_group", "shard_group", "replicate_group")
-
-
-def make_mesh(args, groups=None):
-    """Create all groups of the grid and return this process's Mesh. Collective.
-
-    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. But
-    gradients have groups of their own, because the operations of a group run in order, and layers'
-    messages should not wait for gradients. groups: those of earlier meshes, to be used again.
-    """
-    rank = dist.get_rank()
-    groups = {} if groups is None else groups
-    of_gradients = GRADIENT_GROUPS
-    if not args.experts:  # nothing is sent over dp_group, so gradients may share it
-        of_gradients += ("dp_group",)
-    mine = {}
-    degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
-    for name, slices in slices_of(*degrees).items():  # in the same order on all ranks
-        for ranks in map(tuple, slices.tolist()):
-            is_alone = len(ranks) == 1
-            key = ranks, not is_alone and name.endswith(of_gradients)
-            if key not in groups and (rank in ranks or not is_alone):
-                groups[key] = make_group(ranks, timedelta(seconds=args.timeout))
-            if rank in ranks:
-                mine[name] = groups[key]
-    for group in dict.fromkeys(mine.values()):
-        nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
-        sizes = {nodes.count(node) for node in nodes}
-        set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
-        if args.collectives == "backend":
-            set_backend_collectives(group)
-        # NCCL without a bound GPU needs all ranks in a group's first operation, which is this one
-        if not is_bound_to_gpu():
-            barrier(group)
-    return Mesh(**mine)
-
-
-def is_bound_to_gpu():
-    """Return whether join() has connected this process's own GPU over NCCL."""
-    return dist.group.WORLD.bound_device_id is not None
-
-
-def make_group(ranks, timeout):
-    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
-
-    On GPUs a group has only NCCL, on a stream of high priority, so that messages do not wait for
-    kernels of the computation. A group of one has gloo, which costs nothing until it is used.
-    """
-    is_alone = len(ranks) == 1
-    if is_alone or not is_bound_to_gpu():
-        backend = "gloo" if is_bound_to_gpu() else None
-        return dist.new_group(ranks, timeout, backend, use_local_synchronization=is_alone)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # new_group() warns if it differs
-    return dist.new_group(ranks, timeout, "nccl", options)
-
-
-def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
-    """Cut the grid (pp, dp, cp, tp) into groups. Return {name: ranks}, one row per group.
-
-    ep_nodes: the number of nodes over which an ep_group is spread.
-    replicate: the number of copies of ZeRO's shards in a dp_cp_group. In an expert_dp_group it is
-        gcd(replicate, size of the group).
-    """
-    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-    replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
-    ends = grid[[0, -1]] if pp > 1 else grid
-    in_tp = math.gcd(ep, tp)
-    # Dims: stage, copy in dp x cp, part in dp x cp, copy in tp, part in tp. In a stage, a rank's
-    # coordinates on the part dims say which experts it holds, and those on the copy dims say which
-    # ep_group it is in. Mesh's examples have the shapes (1, 2, 2, 1, 2) and (1, 2, 1, 2, 2).
-    domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
-    ep_groups = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
-    expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
-    shard_copies = math.gcd(replicate, expert_replicas.shape[1])
-    # A row consists of `count` runs of neighbours. A group is one run, or one rank of each run.
-    runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
-    across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
-    return {
-        "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
-        "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
-        "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
-        "tp_group": grid.reshape(-1, tp),
-        "dp_cp_group": replicas,
-        "shard_group": runs_of(replicas, replicate),  # 2 runs of 0 2 4 6: 0 2, 4 6
-        "replicate_group": across_runs(replicas, replicate),  # across them: 0 4, 2 6
-        "ep_group": ep_groups,
-        "expert_dp_group": expert_replicas,
-        "expert_shard_group": runs_of(expert_replicas, shard_copies),
-        "expert_replicate_group": across_runs(expert_replicas, shard_copies),
-        "expert_tp_group": domain.mT.flatten(0, 3),
-        "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
-        "node_group": runs_of(ep_groups, ep_nodes),
-        "cross_group": across_runs(ep_groups, ep_nodes),
-    }
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -1938,6 +1850,94 @@ def differences(trainer, run):
     if not math.isclose(rate, theirs):
         found.append(f"a learning rate of {rate:.3g} in the next step (was {theirs:.3g})")
     return found
+
+
+# ---- copies that must be equal -------------------------------------------------------------------
+
+
+def require_equal_gradients(trainer):
+    """After a step, raise TrainingError if copies over tp have different gradients. Collective.
+
+    A layer that forgets mark_sum_over_tp() or set_shard() shows in the first step.
+    """
+    args, mesh = trainer.args, trainer.mesh
+    groups = []
+    if args.tp > 1:
+        groups.append(mesh.tp_group)
+    if args.tp > 1 and args.experts:
+        groups.append(mesh.expert_tp_group)
+    for group in groups:
+        for chunk in trainer.chunks:
+            on_all_ranks(check_gradients_over_tp, chunk, group, status=1)
+
+
+def require_equal_copies(trainer, saver):
+    """Raise TrainingError if copies have come to differ. Collective.
+
+    With --checkpoint, the state is saved all the same, but under a name that no run resumes from.
+    """
+    fault = check_copies(trainer)
+    if fault and trainer.args.checkpoint:
+        saver.save(".unequal")
+        fault += f"; this state is saved as step_{trainer.steps_done:08d}.unequal"
+    if fault:
+        raise TrainingError(fault)
+
+
+def check_copies(trainer):
+    """Return a sentence about copies that have come to differ, or "", on all ranks. Collective.
+
+    Whatever two ranks hold of the same place in the same weight, bias of a router or moment must
+    have the same bits: replicas over dp x cp, with ZeRO the copies of its shards, what tp does not
+    divide, copies of experts, the tied weight, and DualPipe's second replica. If bits differ, a
+    memory or a computation has been at fault, and the training would go on with both values.
+    """
+    mesh = trainer.mesh
+    own = fingerprints(trainer)
+    fault = ""
+    for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
+        copies = {}  # {what: [(rank, fingerprint), ...]}
+        for rank, theirs in zip(dist.get_process_group_ranks(group), gather_objects(own, group)):
+            for what, value in theirs:
+                copies.setdefault(what, []).append((rank, value))
+        for what, held in copies.items():
+            usual, _ = Counter(value for _, value in held).most_common(1)[0]
+            others = [rank for rank, value in held if value != usual]
+            if others and not fault:
+                first = next(rank for rank, value in held if value == usual)
+                fault = f"{what} on rank {others[0]} differs from its copy on rank {first}"
+    return next(filter(None, gather_objects(fault)), "")
+
+
+@torch.no_grad()
+def fingerprints(trainer):
+    """Return [(what, fingerprint)] for each part of the state that this rank holds."""
+    parts, values = [], []
+    for chunk in trainer.chunks:
+        for kind, tensors in state_of(trainer, [chunk]).items():
+            for name, tensor in tensors.items():
+                for first_index, box in tensor.boxes.items():
+                    what = name if kind == "model" else f"{kind} of {name}"
+                    parts.append(f"{what}{list(box.shape)} at {list(first_index)}")
+                    values.append(fingerprint(box))
+    if not parts:  # a small model that ZeRO divides over many ranks
+        return []
+    return list(zip(parts, torch.stack(values).tolist()))  # the host waits for the device once
+
+
+def fingerprint(tensor):
+    """Return a 64-bit hash of a tensor's bits, as a tensor on its device.
+
+    It is the sum of the elements' bits, each times an odd number that depends on its position. So
+    it always changes if one element does, and almost always if several do.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.flatten().view(integers[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.split(2**20):  # in parts, because products take 8 bytes per element
+        factors = 2 * torch.arange(len(part), device=bits.device) + 1
+        total = total * 1000003 + (part * factors).sum()  # modulo 2**64
+    return total
 
 
 # ---- log -----------------------------------------------------------------------------------------
