@@ -104,25 +104,31 @@ IGNORE_INDEX = -100  # a target that does not count
 GARBAGE_EVERY = 50  # steps between Python's collections of garbage
 
 # ---- the loop ------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def evaluate(trainer, data, batches=8):
-    """Return the mean loss per token of `batches` validation batches, which are always the same."""
-    total = 0.0
-    for index in range(batches):
-        batch = trainer.batch_of(data, index, "validation")
-        loss = trainer.run(trainer.evaluation, *batch).item()
-        if not math.isfinite(loss):
-            check_vocabulary(*batch, trainer.args.vocab_size)
-        total += loss
-    return total / batches
-
-
-def validate(trainer, data, log):
-    """Report the loss of a validation, and a sample. Collective."""
-    log.validation(evaluate(trainer, data))
-    write_sample(trainer, data, log)
+#
+# From the loop to the wire, and what each call sends over which axis:
+#
+#     train()
+#       Trainer.launch_step()
+#         forward_backward()
+#           Pipeline.step()           pp       activations forward, and their gradients back
+#             GPT.forward()           tp       the token embedding's sum, and two sums per layer
+#               attention             cp       keys and values, or heads and positions (Ulysses)
+#               MoE                   ep       tokens to their experts, and back; balance losses
+#                                              send a few numbers over dp, cp and tp
+#             Trainer.loss()          tp       a maximum and sums per token, in place of all logits
+#             backward                         the same in reverse
+#               DDP or FSDP           dp x cp  gradients, beside backward; ZeRO-3 gathers weights
+#                                              here and in forward, ZeRO-1 and 2 in forward
+#           finish_grad_sync()        dp x cp  nothing: it waits for these sums
+#           sum_shared_gradients()    tp       where a rank's gradients cover its own tokens only
+#                                     pp       the tied weight's two copies, DualPipe's replicas
+#         clip_gradients()            all      squares of the norm
+#         sum_tallies()               all      how many tokens each expert got
+#         update()                             nothing: each rank updates what it owns
+#       Trainer.finish_step()                  whether a rank has to stop
+#       Saver.save(), validate()               see there
+#
+# Every message of it leaves by exchange() or by a queue of collectives.py.
 
 
 def train(args, device):
@@ -174,6 +180,24 @@ def train(args, device):
                 raise TrainingError(end, status=128 + signal.SIGTERM)
             if is_due(args.eval_every):
                 validate(trainer, data, log)
+
+
+def evaluate(trainer, data, batches=8):
+    """Return the mean loss per token of `batches` validation batches, which are always the same."""
+    total = 0.0
+    for index in range(batches):
+        batch = trainer.batch_of(data, index, "validation")
+        loss = trainer.forward(*batch).item()
+        if not math.isfinite(loss):
+            check_vocabulary(*batch, trainer.args.vocab_size)
+        total += loss
+    return total / batches
+
+
+def validate(trainer, data, log):
+    """Report the loss of a validation, and a sample. Collective."""
+    log.validation(evaluate(trainer, data))
+    write_sample(trainer, data, log)
 
 
 @contextmanager
@@ -311,10 +335,15 @@ class Trainer:
         self.sum_shared_gradients()
         return loss
 
+    @torch.no_grad()
+    def forward(self, inputs, targets):
+        """Return the loss of the global batch, in evaluation."""
+        return self.run(self.evaluation, inputs, targets)
+
     def run(self, pipeline, inputs, targets):
-        """Run a batch through the pipeline and return its global loss."""
+        """Run a batch through one of the two pipelines, and return its global loss."""
         for chunk in self.chunks:
-            chunk.train(torch.is_grad_enabled())
+            chunk.train(pipeline is self.pipeline)
         inputs, targets = self.own_tokens(inputs, targets)
         num_tokens = (targets != IGNORE_INDEX).sum()
         all_reduce(num_tokens, group=self.mesh.dp_cp_group)
