@@ -424,6 +424,8 @@ def test_uses_of_join_that_could_not_work_are_rejected_on_every_rank():
     for refused in (sharded.join, sharded.finish_grad_sync):
         with pytest.raises(RuntimeError, match=r".*\(\).*: every rank must run each pass; without"):
             refused()
+    frozen = FullyShardedDataParallel(make_net().requires_grad_(False))
+    frozen.finish_grad_sync()  # no pass gives it gradients
     (mean_square(sharded, x) * dist.get_rank()).backward()  # the cure: rank 0 has no batch
     loss = lambda net: mean_square(net, x) / 2
     assert_close(whole_gradients(sharded.module), gradients_alone(make_net(), loss))
