@@ -274,7 +274,7 @@ def test_a_batch_that_no_memory_holds_is_one_error_on_all_ranks():
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_ranks_tokens_of_a_batch_must_take_less_than_all_memory(dp, monkeypatch):
-    """A rank holds each of its examples as windows, inputs and targets, and all starts, in int64."""
+    """A rank holds its examples as windows, inputs and targets, and all starts, in int64."""
     args = hybrid.parse(f"--batch-size 6 --seq-len 9 --dp {dp}".split(), dp)
     size = 3 * 8 * (6 // dp) * (9 + 1) + 8 * 6
     memory = {"SC_PHYS_PAGES": size + 1, "SC_PAGE_SIZE": 1}
