@@ -1364,10 +1364,23 @@ def gather_objects(value, group=None):
     return [pickle.loads(row.numpy()) for row in rows.cpu()]
 
 
-def check_parameters(named, group=None):
-    """Raise ValueError if ranks differ in a name, shape, dtype, requires_grad or device type."""
+def any_rank(flag, group=None):
+    """Return whether `flag` is true on any rank. Collective, of one byte."""
+    device = membership(group, "any_rank").device
+    flags = torch.empty(dist.get_world_size(group), dtype=torch.bool, device=device)
+    all_gather_single(flags, flags.new_tensor([flag]), group)
+    return bool(flags.any())
+
+
+def describe(named):
+    """Return a line for each (name, tensor): its name, shape, dtype, requires_grad, device type."""
     kind = lambda t: f"{tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type}"
-    first, *others = gather_objects([f"{name!r} {kind(tensor)}" for name, tensor in named], group)
+    return [f"{name!r} {kind(tensor)}" for name, tensor in named]
+
+
+def check_parameters(named, group=None):
+    """Raise ValueError if ranks differ in what describe() returns. Collective."""
+    first, *others = gather_objects(describe(named), group)
     for rank, other in enumerate(others, 1):
         for line, expected in zip_longest(other, first, fillvalue="nothing"):
             if line != expected:

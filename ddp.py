@@ -33,8 +33,8 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from collectives import (
-    ALIGNMENT, ReduceOp, all_reduce, all_reduce_bytes, broadcast, check_parameters, count_bytes,
-    dist, gather_objects, rank_and_size, ranks_in_both, run_ranks,
+    ALIGNMENT, ReduceOp, all_reduce, all_reduce_bytes, any_rank, broadcast, check_parameters,
+    count_bytes, describe, dist, gather_objects, rank_and_size, ranks_in_both, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -298,7 +298,8 @@ class DistributedDataParallel(nn.Module, Joinable):
       rebuild them after the first backward pass in the order in which gradients became ready.
     - The wrapper cannot be copied or pickled; the wrapped module can.
     - A buffer registered after wrapping is not broadcast: every rank keeps its own.
-    - Before a broadcast, ranks compare the names, shapes and dtypes of buffers, in two all-gathers.
+    - Before a broadcast, ranks ask one another whether a buffer's shape or dtype has changed, in an
+      all-gather of one byte. The host waits for it and, if the group has only NCCL, for the GPU.
 
     Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
     this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
@@ -353,7 +354,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         for _, parameter in parameters:
             broadcast_first([parameter], group_of(parameter))
         broadcast_first([buffer for _, buffer in buffers], process_group)
+        self._buffers = describe(buffers)  # what the ranks have agreed on
         self._buffer_names = {name for name, _ in buffers}
+        self._bucket_bytes = bucket_cap_mb * 2**20
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
         self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
         self._announced = False  # under join(): whether other ranks expect a round of reductions
@@ -383,15 +386,27 @@ class DistributedDataParallel(nn.Module, Joinable):
         """If buffers may differ, copy a rank's to all ranks, which must agree on their shapes."""
         if not (self.broadcast_buffers and self._buffers_may_differ and self._buffer_names):
             return
-        self._buffers_may_differ = False
         named = [(n, b) for n, b in self.module.named_buffers() if n in self._buffer_names]
-        try:
-            check_parameters(named, self.process_group)
-        except ValueError as error:
-            cure = "list it in module._ddp_params_and_buffers_to_ignore before wrapping"
-            raise RuntimeError(f"a buffer differs between ranks: {error}; {cure}") from error
-        for _, buffer in named:
-            broadcast(buffer, group=self.process_group, group_src=source)
+        self._agree_on_buffers(named)
+        # .data, since autograd may have saved a buffer in a forward whose backward is still to come
+        buffers = [buffer.data for _, buffer in named]
+        for bucket in fill_buckets(buffers, self._bucket_bytes, lambda buffer: buffer.dtype):
+            layout = FlatLayout(bucket)
+            flat = layout.pack(bucket)
+            broadcast(flat, group=self.process_group, group_src=source)
+            torch._foreach_copy_(bucket, layout.views(flat))
+        self._buffers_may_differ = False
+
+    def _agree_on_buffers(self, named):
+        """Raise RuntimeError on every rank if buffers differ between ranks."""
+        buffers = describe(named)
+        if any_rank(buffers != self._buffers, self.process_group):
+            try:
+                check_parameters(named, self.process_group)
+            except ValueError as error:
+                cure = "list it in module._ddp_params_and_buffers_to_ignore before wrapping"
+                raise RuntimeError(f"a buffer differs between ranks: {error}; {cure}") from error
+            self._buffers = buffers
 
     @contextmanager
     def no_sync(self):

@@ -134,10 +134,8 @@ def write(file, path):
 
 def reason_of(error):
     """Return the OSError, such as a full disk, that caused torch.save() to raise this error."""
-    origin = error
-    while isinstance(origin, RuntimeError) and origin.__context__:
-        origin = origin.__context__
-    return origin if isinstance(origin, OSError) else error
+    origin = error.__context__
+    return origin if isinstance(error, RuntimeError) and isinstance(origin, OSError) else error
 
 
 def main(argv):

@@ -126,6 +126,16 @@ NO_TEXT = {  # {name: (content, what the error says)}
 }  # fmt: skip
 
 
+def test_text_is_recognized_where_its_beginning_ends_inside_a_character(tmp_path):
+    (tmp_path / "a.bin").write_bytes(SENTENCE.encode())
+    for head in range(3, 9):
+        with (
+            patch.object(hybrid, "HEAD", head),
+            pytest.raises(ValueError, match="a.bin is text, not tokens"),
+        ):
+            hybrid.load_data(tmp_path / "a.bin", 4, GPT2)
+
+
 @pytest.mark.parametrize("name", NO_TEXT)
 def test_a_file_that_holds_neither_text_nor_tokens_is_told_by_what_it_is(name, tmp_path):
     content, sentence = NO_TEXT[name]
@@ -137,14 +147,15 @@ def test_a_file_that_holds_neither_text_nor_tokens_is_told_by_what_it_is(name, t
 def test_a_folder_names_what_it_skips_and_without_a_text_it_says_where_tokens_belong(tmp_path):
     for name in ("a.npy", "a.gz", "a.idx", "a.txt"):
         (tmp_path / name).write_bytes(NO_TEXT[name][0])
+    (tmp_path / "late.txt").write_bytes(b"x" * hybrid.HEAD + b"\0")
     (tmp_path / "sub").mkdir()
-    with pytest.raises(ValueError, match="^no text, but a.gz, a.idx, a.npy and 2 more: .*train.b"):
+    with pytest.raises(ValueError, match="^no text, but a.gz, a.idx, a.npy and 3 more: .*train.b"):
         hybrid.load_data(tmp_path, 4)
     (tmp_path / "latin1.txt").write_text(SENTENCE[:5] * 99, "latin1")
     data = hybrid.load_data(tmp_path, 4)
     assert bytes(joined(data)) == (SENTENCE[:5] * 99).encode("latin1")
-    assert data.skipped == ("a.gz", "a.idx", "a.npy", "a.txt", "sub/")
-    line = f"--data {tmp_path}: skips a.gz, a.idx, a.npy and 2 more, not text\n"
+    assert data.skipped == ("a.gz", "a.idx", "a.npy", "a.txt", "late.txt", "sub/")
+    line = f"--data {tmp_path}: skips a.gz, a.idx, a.npy and 3 more, not text\n"
     for printed in run(2, _printed, f"--data {tmp_path} --seq-len 4"):
         assert printed == [line, ""]
 
@@ -259,3 +270,16 @@ def test_a_batch_that_no_memory_holds_is_one_error_on_all_ranks():
     with pytest.raises(hybrid.TrainingError, match=f"^--batch-size {10**15}: .*GiB") as error:
         hybrid.train(args, torch.device("cpu"))
     assert error.value.status == 2
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_ranks_tokens_of_a_batch_must_take_less_than_all_memory(dp, monkeypatch):
+    """A rank holds its examples as windows, inputs and targets, and all starts, in int64."""
+    args = hybrid.parse(f"--batch-size 6 --seq-len 9 --dp {dp}".split(), dp)
+    size = 3 * 8 * (6 // dp) * (9 + 1) + 8 * 6
+    memory = {"SC_PHYS_PAGES": size + 1, "SC_PAGE_SIZE": 1}
+    monkeypatch.setattr(hybrid.os, "sysconf", memory.get)
+    hybrid.check_memory(args)
+    memory["SC_PHYS_PAGES"] = size
+    with pytest.raises(ValueError, match="^--batch-size 6: a rank's tokens take 0 GiB of 0 GiB"):
+        hybrid.check_memory(args)

@@ -480,6 +480,8 @@ def test_uses_of_join_that_could_not_work_are_rejected_on_every_rank():
     for refused in (sharded.join, sharded.finish_grad_sync):
         with pytest.raises(RuntimeError, match=r".*\(\).*: every rank must run each pass; without"):
             refused()
+    frozen = FullyShardedDataParallel(make_net().requires_grad_(False))
+    frozen.finish_grad_sync()  # no pass gives it gradients
     (mean_square(sharded, x) * dist.get_rank()).backward()  # the cure: rank 0 has no batch
     loss = lambda net: mean_square(net, x) / 2
     assert_close(whole_gradients(sharded.module), gradients_alone(make_net(), loss))
@@ -667,12 +669,47 @@ def test_buffers_that_one_rank_grows_are_refused_on_all_unless_they_are_ignored_
             expected = gradients_alone(Cached(False, False), loss)
             if step == 2 and not lazy and not ignore:
                 wrong = r"buffer differs between ranks: rank 1 .* 'table' \(.*_ddp_params_and_buffers"
-                with pytest.raises(RuntimeError, match=wrong):
-                    model(parts[dist.get_rank()])
+                for _ in range(2):  # the first error changes nothing
+                    with pytest.raises(RuntimeError, match=wrong):
+                        model(parts[dist.get_rank()])
                 continue
             model.zero_grad()
             mean_square(model, parts[dist.get_rank()]).backward()
             assert_close(whole_gradients(net), expected)
+
+
+def operations_of(call):
+    """Return {operation: (messages, bytes)} that this rank sends in call()."""
+    with count_bytes() as traffic:
+        call()
+    names = {name for name, *_ in traffic.sent}
+    count = lambda name: sum(message[0] == name for message in traffic.sent)
+    return {name: (count(name), traffic.bytes(name)) for name in names}
+
+
+@on_ranks(2)
+def test_buffers_travel_together_after_a_byte_and_are_compared_only_after_a_change():
+    rank = dist.get_rank()
+    net = nn.Sequential(*(nn.BatchNorm1d(5) for _ in range(3)))  # 6 buffers in fp32, 3 in int64
+    model = DistributedDataParallel(net)
+    x = torch.randn(4, 5) + rank
+    together = {"broadcast": (2, 4 * 6 * 64 + 8 * 3 * 64)} if rank == 0 else {}
+    unchanged = {"all_gather_single": (1, 1)} | together
+    for _ in range(2):
+        assert operations_of(lambda: model(x)) == unchanged
+    grown = DistributedDataParallel(Cached(lazy=False, ignore=False))
+    x = make_data(5)[:, :3]  # longer than the table, on both ranks
+    messages = [operations_of(lambda: grown(x))["all_gather_single"][0] for _ in range(3)]
+    assert messages == [1, 3, 1]
+
+
+@on_ranks(2)
+def test_a_broadcast_between_a_forward_and_its_backward_leaves_saved_buffers_as_they_are():
+    model, x = DistributedDataParallel(nn.BatchNorm1d(7).double()).eval(), make_data(4)
+    loss = lambda net: net(x).sum() + net(2 * x).square().sum()
+    expected = gradients_alone(model.module, loss)
+    loss(model).backward()
+    assert_close(whole_gradients(model.module), expected)
 
 
 @on_ranks(2)

@@ -90,7 +90,7 @@ def test_the_file_has_the_ranks_and_the_numbers_of_the_line_add_up(tmp_path, cap
     assert sum(numbers) == pytest.approx(float(total), abs=0.01 * len(numbers))
 
 
-REFUSED = ["--checkpoint DIR", "--metrics FILE", "--eval-every 2", "--print-every 2", "--sample 9",
+REFUSED = ["--checkpoint DIR", "--metrics FILE", "--eval-every 2", "--print-every 2", "--sample 0",
            "--prompt x", "--temperature 0.5"]  # fmt: skip
 
 

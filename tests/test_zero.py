@@ -962,6 +962,17 @@ def test_weights_loaded_after_a_forward_are_used_and_earlier_hooks_see_them_whol
 
 
 @on_ranks(2)
+def test_finish_grad_sync_waits_for_sums_that_are_all_still_under_way():
+    """Until then, a first step has no gradient in any .grad."""
+    net, x = make_net(), make_data(4)
+    model = FullyShardedDataParallel(net, wait_in_backward=False)
+    mean_square(model, own_part(x)).backward()
+    model.finish_grad_sync()
+    expected = gradients_alone(make_net(), lambda net: mean_square(net, x))
+    assert_close(whole_gradients(net), expected)
+
+
+@on_ranks(2)
 def test_sums_under_way_end_before_the_next_of_their_unit_and_free_whole_gradients_early():
     """A forward pass advances the sums: a reduce-scatter, then an all-reduce over replicas."""
     alone, under_way = [dist.new_group([r]) for r in range(2)][dist.get_rank()], deque()
