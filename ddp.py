@@ -354,7 +354,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         for _, parameter in parameters:
             broadcast_first([parameter], group_of(parameter))
         broadcast_first([buffer for _, buffer in buffers], process_group)
-        self._buffers = describe(buffers)  # what the ranks have agreed on
+        self._agreed_buffers = describe(buffers)  # what the ranks have agreed on
         self._buffer_names = {name for name, _ in buffers}
         self._bucket_bytes = bucket_cap_mb * 2**20
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
@@ -400,13 +400,13 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _agree_on_buffers(self, named):
         """Raise RuntimeError on every rank if buffers differ between ranks."""
         buffers = describe(named)
-        if any_rank(buffers != self._buffers, self.process_group):
+        if any_rank(buffers != self._agreed_buffers, self.process_group):
             try:
                 check_parameters(named, self.process_group)
             except ValueError as error:
                 cure = "list it in module._ddp_params_and_buffers_to_ignore before wrapping"
                 raise RuntimeError(f"a buffer differs between ranks: {error}; {cure}") from error
-            self._buffers = buffers
+            self._agreed_buffers = buffers
 
     @contextmanager
     def no_sync(self):

@@ -206,6 +206,20 @@ def test_buckets_alone_give_the_gradients_of_the_whole_batch():
         assert_close(whole_gradients(net), whole_batch(net, x))
 
 
+@on_ranks(2)
+def test_a_wrapper_is_a_module_with_the_state_of_pytorchs():
+    make = lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model, theirs = DistributedDataParallel(make()), nn.parallel.DistributedDataParallel(make())
+    model.load_state_dict(theirs.state_dict())
+    assert_close(model.state_dict(), theirs.state_dict())
+    sharded = FullyShardedDataParallel(make())
+    for wrapper in (model, sharded):
+        for name, value in vars(nn.Module()).items():
+            assert type(vars(wrapper)[name]) is type(value), name
+        assert [*wrapper.buffers()] == [*wrapper.module.buffers()]
+        wrapper.cpu().register_buffer("own", torch.zeros(1))
+
+
 # ---- over several backward passes ----------------------------------------------------------------
 
 
