@@ -2,8 +2,9 @@
 
 A rank is a process, which has a GPU of its own or runs on CPU cores. A process group is P ranks,
 which share no memory and send tensors to each other. All collectives here are built on one
-primitive, a batch of sends and receives that progress together. D is the size of the full tensor in
-bytes. The rows with log2(P) hold for powers of two; all_reduce_cost() covers every P.
+primitive, a batch of sends and receives that progress together; a step is one batch. D is the size
+of the full tensor in bytes. The rows with log2(P) hold for powers of two, or are the depth of a
+tree; all_reduce_cost() covers every P for the all-reduces.
 
                            the result, or how it is computed     a rank sends     steps
     all_reduce             the sum of all ranks' tensors
@@ -23,8 +24,9 @@ bytes. The rows with log2(P) hold for powers of two; all_reduce_cost() covers ev
     gather                 the root has every rank's chunk        D/P             1
 
 A rank holds   its tensors, and scratch memory for partial sums and arriving chunks, which does not
-               grow with D: long tensors are cut into segments. For P = 2^k, halving_doubling needs
-               up to 3/4 D, and recursive_doubling 2 D
+               grow with D where long tensors are cut into segments. Not cut are halving_doubling
+               (up to 3/4 D for P = 2^k), recursive_doubling (2 D), naive (P D), a reduce (log2(P) D
+               at its root), and a ring on NCCL (2/P D)
 It sends       what the table says. In a broadcast or a scatter only the root sends that much; in a
                reduce or a gather it sends nothing. The chunks of all_gather may have unequal
                lengths, and each is sent P-1 times. No all-reduce lets every rank send less than
@@ -72,7 +74,10 @@ TAG = 1 << 30  # of our messages, so that none of the user's own matches
 
 
 def plain_exchange(sends, receives, group=None):
-    """Send and receive several tensors in one batch, whose messages progress together, and wait.
+    """Send and receive several tensors in one batch, and wait for all of them.
+
+    Its messages progress together. If each rank waited for its send before it received, a ring of
+    ranks could wait for one another forever.
 
     sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
     of ranks must post the messages between them in the same order, in the same batches, with equal
@@ -97,8 +102,9 @@ def plain_exchange(sends, receives, group=None):
 #       ^                               |
 #       +-------------------------------+
 #
-# Each rank has a tensor of three chunks. A step sends one chunk along every link. The number that
-# has just changed is marked:
+# Each rank cuts its tensor into P = 3 chunks. A step is one exchange, and sends a chunk along each
+# link. The sum of chunk r is complete when it arrives at rank r. A number that has just changed is
+# marked:
 #
 #                 rank 0             rank 1             rank 2
 #     start      1    2    3       10   20   30      100  200  300
@@ -183,7 +189,7 @@ def _ring_reduce_scatter(chunks, output, combine, rank):
         step 2   c0: 1+2+3+0   c1: 2+3+0+1   c2: 3+0+1+2   c3: 0+1+2+3
     """
     P = len(chunks)
-    total = chunks[rank - 1]
+    total = chunks[(rank - 1) % P]
     for step in range(P - 1):
         own = chunks[(rank - step - 2) % P]
         received = torch.empty_like(own)
@@ -859,7 +865,7 @@ def count_bytes():
 
 # ==== upper floor =================================================================================
 #
-# So far, every collective is a generator of batches. What follows sends them fast: an operation has
+# So far, every algorithm is a generator of batches. What follows runs them fast: an operation has
 # a queue, long tensors are cut into segments that take turns, and the algorithm is chosen by size.
 # A reader who wants the techniques alone may go on with ddp.py.
 

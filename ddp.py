@@ -1,9 +1,10 @@
 """Data parallelism: every rank (process) trains a replica of the model on its part of a batch.
 
-If a batch is divided into P equal parts, one for each rank, the gradient of its mean loss is the
-mean of the parts' gradients. So an all-reduce that averages the gradients over the ranks after each
-backward pass gives every rank the gradient of the whole batch. All ranks start from the same
-weights and take the same optimizer step, which keeps the replicas equal.
+If a loss is a mean over examples that do not affect each other, and a batch is divided into P equal
+parts, one for each rank, the gradient of its loss is the mean of the parts' gradients. So an all-
+reduce that averages the gradients over the ranks after each backward pass gives every rank the
+gradient of the whole batch. All ranks start from the same weights and take the same optimizer step,
+which keeps the replicas equal.
 
 If gradients were reduced only after backward, the network would be idle until then. Backward
 computes gradients from the last layer to the first, so they are collected in buckets in that order,
@@ -57,9 +58,9 @@ def grad_dtype(parameter):
 class Bucket:
     """Gradients that are reduced together as soon as the last of them has been computed.
 
-    Divide the parameters among buckets before training, and call backward_in_buckets() in each
-    step. Autograd must complete the buckets in the same order on all ranks, and each loss must use
-    all parameters.
+    All ranks must start their all-reduces in the same order, since messages are matched by order.
+    So autograd must complete the buckets in one order on all ranks, and each loss must use all
+    parameters, or a bucket would never be complete.
     """
 
     def __init__(self, parameters, group=None):
@@ -84,7 +85,17 @@ class Bucket:
 
 
 def backward_in_buckets(loss, buckets):
-    """Replace each gradient of a loss by its mean over the group, with overlap."""
+    """Replace each gradient of a loss by its mean over the group, with overlap.
+
+        for parameter in net.parameters():
+            broadcast(parameter.data)  # all ranks start from rank 0's weights
+        parameters = [*net.parameters()][::-1]  # in the order in which backward gets to them
+        buckets = [Bucket(parameters[i : i + 4]) for i in range(0, len(parameters), 4)]
+        for batch in batches:
+            optimizer.zero_grad()
+            backward_in_buckets(loss_fn(net(batch.chunk(P)[rank])), buckets)
+            optimizer.step()
+    """
     loss.backward()  # each bucket starts its all-reduce as soon as its last gradient exists
     for bucket in buckets:
         bucket.finish()

@@ -3,7 +3,8 @@
 A mixture-of-experts layer replaces a transformer block's MLP with E MLPs, the experts. A router
 scores them for each token t, which is sent to the ranks of the k best. The results come back, and
 y(t) is their sum, weighted by the router. Parameters grow with E, but work per token only with k.
-In this picture k = 1, t0(E2) uses expert E2, and a bar separates rows to, or from, different ranks:
+Here k = 1, rank 0 has experts E0 and E1, and rank 1 has E2 and E3. The token t0(E2) uses E2. A bar
+separates rows to, or from, different ranks. The results return by the same way, in reverse:
 
              tokens                  sorted by expert    after all-to-all    grouped by expert
     rank 0   t0(E2) t1(E0) t2(E1) -> t1 t2 | t0       -> t1 t2 | t3 t4    -> E0: t1 t3 t4   E1: t2
@@ -23,7 +24,8 @@ It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its 
                rank has N tokens of width D and routing is even. two_hops() sends a token to
                another node only once, however many of its experts are there
 Overlap        shared experts compute while the host waits for message sizes. DeepSeek's DualPipe
-               also computes one microbatch while another's tokens travel; pipeline.py's does not
+               also computes one microbatch while another's tokens travel; that of pipeline.py does
+               not
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
                split one expert over several ranks. DeepEP has kernels for both all-to-alls
 
@@ -67,11 +69,22 @@ def switch(x, experts, compute, group=None):
     return rows[order.argsort()]
 
 
+def switch_layer(x, router, compute, group=None):
+    """Return each token's result from its likeliest expert, times its probability (Switch).
+
+    router: (P, D), for one expert on each rank. The choice has no gradient, so the router learns
+    through the probability alone. Types: x and what compute() uses V, router R -> V.
+    """
+    probabilities = F.linear(x, router).softmax(-1)  # (N, P)
+    weights, experts = probabilities.max(-1)  # (N,) each
+    return weights.unsqueeze(1) * switch(x, experts, compute, group)
+
+
 # ==== upper floor =================================================================================
 #
-# This function is expert parallelism: two all-to-alls around the experts. What follows sends a
-# token to k experts, of which a rank has several, and in two hops where they are on several nodes.
-# Then come the router and what keeps it balanced, the experts, and the layer that joins all.
+# This is expert parallelism: a router's choice, and two all-to-alls around the experts. What
+# follows sends a token to k experts, of which a rank has several, and in two hops where they are on
+# several nodes. Then come the router and what keeps it balanced, the experts, and the layer.
 
 # ---- dispatch and combine ------------------------------------------------------------------------
 #
@@ -254,10 +267,10 @@ class FullPrecisionLinear(torch.autograd.Function):
     """Return x W^T, (N, E), for x (N, D) and W (E, D), in full precision also in backward.
 
     With torch.set_float32_matmul_precision("high"), a GPU rounds the factors of fp32 products to
-    TF32, which has 10 bits, and tokens with close scores change their experts. CUDA reads the
-    setting when a product is launched, so it can be changed for one product, and costs about 1 us
-    of the host. The product itself is slower, but small: it has 2 N D E FLOPs, and on an H100 runs
-    at 67 TFLOP/s in fp32 and at 495 in TF32.
+    TF32, whose mantissa has 10 bits, and tokens with close scores change their experts. CUDA reads
+    the setting when a product is launched, so it can be changed for one product, and costs about
+    1 us of the host. The product itself is slower, but small: it has 2 N D E FLOPs, and on an H100
+    runs at 67 TFLOP/s in fp32 and at 495 in TF32.
     """
 
     @staticmethod
@@ -327,9 +340,10 @@ class Router(nn.Module):
         return _best(scores, self.top_k)
 
     def _apply(self, function, recurse=True):
+        bias = self.bias
         super()._apply(function, recurse)
-        # the bias stays in fp32 if .to() converts the module, since 16 bits lose small updates
-        self.bias = self.bias.float()
+        if self.bias.dtype != torch.float32:  # it stays in fp32, since 16 bits lose small updates
+            self.bias = bias.to(self.bias.device)
         return self
 
     def update_bias(self, counts, rate=0.001):

@@ -11,7 +11,9 @@ processes whose coordinates differ on this axis only:
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
-tp is innermost, as its ranks send most and should share a node. Gradients are summed over dp x cp.
+tp is innermost, as its ranks send most and should share a node. A gradient is summed over the ranks
+that use the same weight for different tokens: those of dp x cp, and those of tp where --sp or
+experts divide the tokens over tp.
 
 A layer can have experts, which are MLPs of which each token uses only a few. tp does not split
 them, so all ranks that have the layer would hold copies of its experts. Instead, these ranks form
@@ -40,7 +42,7 @@ et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Meg
 train() is the training loop. Trainer.step() takes one step, which train() calls in two halves, to
 make the next batch between them. The rest serves these two.
 
-    torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4      dp is 8 / (2 x 2) = 2
+    torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4    # dp is 8 / (2 x 2) = 2
 """
 
 import argparse
@@ -110,7 +112,9 @@ GARBAGE_EVERY = 50  # steps between Python's collections of garbage
 #     train()
 #       Trainer.launch_step()
 #         forward_backward()
-#           Pipeline.step()           pp       activations forward, and their gradients back
+#           run()                     dp x cp  the number of tokens that count, and the loss
+#                                     pp       the loss, which only the last stage has
+#           Pipeline.step()           pp       per microbatch, activations and their gradients
 #             GPT.forward()           tp       the token embedding's sum, and two sums per layer
 #               attention             cp       keys and values, or heads and positions (Ulysses)
 #               MoE                   ep       tokens to their experts, and back; balance losses
@@ -123,12 +127,12 @@ GARBAGE_EVERY = 50  # steps between Python's collections of garbage
 #           sum_shared_gradients()    tp       where a rank's gradients cover its own tokens only
 #                                     pp       the tied weight's two copies, DualPipe's replicas
 #         clip_gradients()            all      squares of the norm
-#         sum_tallies()               all      how many tokens each expert got
+#         sum_tallies()               all      with experts, how many tokens each got
 #         update()                             nothing: each rank updates what it owns
-#       Trainer.finish_step()                  whether a rank has to stop
+#       Trainer.finish_step()         all      with --checkpoint, whether a rank has to stop
 #       Saver.save(), validate()               see there
 #
-# Every message of it leaves by exchange() or by a queue of collectives.py.
+# All messages of a step are sent by collectives.py.
 
 
 def train(args, device):
@@ -139,7 +143,7 @@ def train(args, device):
     """
     on_all_ranks(check_memory, args)
     data, data_digest = read_data(args)
-    on_all_ranks(prompt_of, args, data)
+    on_all_ranks(prompt_of, args, data)  # refuses a wrong --prompt before the first step
     trainer = Trainer(args, make_mesh(args), device)
     trainer.data_digest = data_digest
     if args.checkpoint:
@@ -217,6 +221,20 @@ def collects_garbage_by_hand():
 
 
 # ---- one step ------------------------------------------------------------------------------------
+#
+# Where each parameter lives. A part is held by each rank of the group over which the parameter is
+# cut, and its gradient is summed over the ranks that hold the same part. Over these ranks ZeRO then
+# cuts what it cuts (see wrap()).
+#
+#     parameter                        cut over        its gradient is summed over
+#     wte, and lm_head, a copy of it   tp, by tokens   dp x cp; first and last stage
+#     c_attn, c_fc, with biases        tp, by rows     dp x cp
+#     c_proj.weight                    tp, by columns  dp x cp
+#     c_proj.bias, ln_*, wpe           nothing         dp x cp; with --sp tp
+#     router, shared experts           nothing         dp x cp; tp
+#     w_in, w_out of experts           ep, by experts  expert_dp_group; expert_tp_group
+#
+# In the norm a copy over tp counts on one rank, and lm_head's gradient not at all.
 
 
 class TrainingError(ValueError):
@@ -232,7 +250,7 @@ class Trainer:
 
     positions: the positions of each sequence that this rank holds.
     replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
-    chunks, unique_chunks: this rank's pipeline stages, with and without the second replica's.
+    chunks: a GPT for each pipeline stage that this rank has; unique_chunks: those of one replica.
     shards: {name: Shard} of the parameters that tp or ep splits.
     experts, dense: the parameters of this rank's experts, and all others.
     mixtures: {row in sum_tallies(): MoE} of this rank's mixtures of experts.
@@ -484,7 +502,8 @@ def check_vocabulary(inputs, targets, size):
 def learning_rate(step, args):
     r"""Return the learning rate of step 0, 1, ...
 
-    It rises to --lr in the first --warmup steps, and falls to --min-lr in the last --decay-steps:
+    It rises to --lr in the first --warmup steps. In the last --decay-steps it falls towards
+    --min-lr, which a step after the last one would have:
 
         lr         ___________________
                   /                   \    linear, or half a period of a cosine

@@ -70,7 +70,9 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     """One step of GPipe: all microbatches go forward, then their gradients come back.
 
     inputs, targets: lists of microbatches, given to every rank. A stage's output must have the
-    shape and the floating-point dtype of its input. Gradients accumulate in the parameters. Returns
+    shape and the floating-point dtype of its input. loss_fn returns a microbatch's share of the
+    loss, such as its mean divided by the number of microbatches, because the gradients of the
+    shares are summed. They accumulate in the parameters. Returns
     the losses of the microbatches on the last rank, and None on the others. The first argument of
     exchange() lists what to send, the second what to receive, both as (tensor, peer rank).
     """
@@ -101,26 +103,29 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     """One step of 1F1B: gpipe_step() in another order, which keeps fewer activations.
 
-    A rank goes forward until its first gradient can be there: once per later stage. From then on it
-    goes backward after each forward, and so frees the activations of one microbatch before it makes
-    those of another. Each stage of the steady phase sends an output and receives a gradient in the
-    same exchange: if both neighbours sent first, neither would receive.
+    A rank first goes forward once per later stage. With its next forward, every later stage has
+    work until the first gradient returns; more forwards would only hold more activations. From then
+    on it goes backward after each forward, which frees the activations of one microbatch before it
+    makes those of another. In this steady phase a rank sends an output and receives a gradient in
+    one exchange with the next rank, and sends a gradient and receives an input in one with the
+    previous rank: if both sides sent first, neither would receive.
     """
     rank, world_size = rank_and_size(group)
     last = world_size - 1
     m = len(inputs)
     warmup = min(m, last - rank)
-    like = [*inputs, None]  # what each forward receives; nothing comes after the last
+    like = [*inputs, None]  # each forward receives a tensor like this; the last is followed by none
     passes = deque()  # (input, output) of each microbatch that has gone forward and not back
     losses = []
 
     def swap(peer, sent, wanted):
         """Send a tensor to a peer and receive one like `wanted`, at once. Both may be None."""
+        if not 0 <= peer <= last:
+            return None  # there is no such stage
         received = None if wanted is None else torch.empty_like(wanted)
-        if 0 <= peer <= last:
-            sends = [] if sent is None else [(sent, peer)]
-            receives = [] if received is None else [(received, peer)]
-            exchange(sends, receives, group)
+        sends = [] if sent is None else [(sent, peer)]
+        receives = [] if received is None else [(received, peer)]
+        exchange(sends, receives, group)
         return received
 
     def forward(i, x):
@@ -134,7 +139,7 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 
     def backward(grad_output):
         x, output = passes.popleft()
-        output.backward(grad_output if rank < last else None)
+        output.backward(grad_output)
         return x.grad
 
     for i in range(warmup):  # forwards alone
@@ -143,11 +148,11 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     x = swap(rank - 1, None, like[warmup])
     for i in range(warmup, m):  # the steady phase: one forward, one backward
         output = forward(i, x)
-        grad_output = swap(rank + 1, output, output)
+        grad_output = swap(rank + 1, output, passes[0][1])  # of the oldest microbatch
         grad_x = backward(grad_output)
         x = swap(rank - 1, grad_x, like[i + 1])
-    for i in range(warmup):  # the cooldown: the backwards that are left
-        grad_output = swap(rank + 1, None, like[i])
+    while passes:  # the cooldown: the backwards that are left
+        grad_output = swap(rank + 1, None, passes[0][1])
         swap(rank - 1, backward(grad_output), None)
     return losses if rank == last else None
 
@@ -423,9 +428,10 @@ class ScheduleKind:
     bubble: the rank's idle time. If `staggered`, time counts from its first to its last action.
     peak: the most microbatches whose activations it holds at a time, from their F to their B or W.
         One that two chunks hold counts twice. In zb-h1, zb-h2 and zb-v, some ranks hold fewer.
-    sizes, times: for which p, m and F, I, W the bubble is this; zb-h2's, zb-v's and dualpipe's may
-        be shorter. Outside of `sizes`, interleaved and dualpipe are not defined.
-    v: the number of chunks; None if the caller chooses it.
+    sizes, times: for which p, m and F, I, W the bubble is this. In zb-h2, zb-v and dualpipe it is
+        this at most. Outside of `sizes`, interleaved and dualpipe are not defined.
+    v: the number of chunks that share a rank's layers (those of dualpipe's two chunks are two
+        replicas); None if the caller chooses it.
 
     Calling a ScheduleKind calls its function.
     """
@@ -1007,7 +1013,7 @@ def _demonstrate():
 def figures(name, num_stages, num_microbatches):
     """Return a schedule, its timeline, and (claimed, simulated) bubble and peak; F = I = W = 1.
 
-    The claimed bubble is None for sizes for which the formula does not hold.
+    interleaved has 2 chunks. The claimed bubble is None where the formula does not hold.
     """
     kind = SCHEDULES[name]
     schedule = kind(num_stages, num_microbatches)

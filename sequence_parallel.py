@@ -54,8 +54,9 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
 
     up: (F/t, D) and down: (D, F/t), this rank's parts of the weights of an MLP of width F.
     norm: its gradients cover this rank's tokens only, and must still be summed over the group.
-    Types (see "derivatives" in collectives.py): x, up and down V, parameters of norm R -> V.
-    Autograd keeps `whole`; the layers of tensor_parallel.py keep norm(x) and gather it again.
+    Types (see "derivatives" in collectives.py): x, up, down: V; parameters of norm: R; result: V.
+    Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep norm(x), 1/t
+    of it, and gather it again in backward: these are the other 2 of the 10 at the top.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
     hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, F/t)
@@ -65,13 +66,17 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
 
 # ---- context parallelism: the idea ---------------------------------------------------------------
 #
-# A rank now has q, k and v of T/P positions, for H heads of width K. A query's output is the sum of
-# exp(score) * value over its keys, divided by the sum of exp(score). Both sums can be computed part
-# by part, so keys and values may arrive from one rank after another, on a ring.
+# Each rank has all parameters, and q, k and v of its own T/P positions, for H heads of width K.
+# Other layers treat each token by itself, so only attention needs anything from other ranks. A
+# query's output is the sum of exp(score) * value over its keys, divided by the sum of exp(score).
+# Both sums can be computed part by part, so keys and values may arrive from one rank after another,
+# on a ring.
 
 
 def simple_ring_attention(q, k, v, group=None):
-    """Causal attention of this rank's T/P queries to the keys of all ranks. Forward only.
+    """Causal attention of this rank's T/P queries to the keys of all ranks, in forward.
+
+    Autograd does not follow exchange(), so there is no backward.
 
     q, k, v and the result: (B, H, T/P, K). Rank r has the r-th of P equal parts of the sequence.
     ring_attention() also has a backward, overlaps messages with computation, skips what the mask
@@ -532,8 +537,8 @@ def recomputation_bytes(layers, size, layer_input, whole_layer, microbatches=1):
 
     This is m c L/n + a n - c, in the letters above. The last term is there because a group's input
     is one of the tensors that its first layer keeps. GPipe (Huang et al., 2019) recomputes a whole
-    stage. With K stages of L/K layers and M microbatches of N/M sequences, all kept, each sequence
-    costs N + (L/K) (N/M), less N/M, if a = c = 1 per sequence.
+    stage. With K stages of L/K layers and M microbatches of N/M sequences, all kept, a stage keeps
+    N + (L/K) (N/M) - N/M, in units of a = c = 1 for each sequence.
 
     layers, size: L, the stage's layers, and n. If n does not divide L, the last group is shorter.
     layer_input, whole_layer: c and a, which are activation_bytes() of full and of no recomputation.

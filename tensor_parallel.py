@@ -3,13 +3,17 @@
 An MLP computes Z = GeLU(X A) B. Rank r of P holds A_r, some columns of A, and B_r, the matching
 rows of B. GeLU treats each element by itself, so rank r computes Y_r = GeLU(X A_r) without sending
 anything. Attention treats each head by itself, so q, k and v are split by columns, and the output
-projection by rows. F.linear() takes `weight` = A^T, so columns of A are rows of `weight`.
+projection by rows. F.linear() takes `weight` = A^T, so columns of A are rows (dim 0) of `weight`,
+and rows of B are columns (dim 1) of it.
 
     X  --f-->  X A_r  -- GeLU -->  Y_r B_r  --g-->  Z = sum over r of Y_r B_r      A = [A_0 A_1]
                column-parallel      row-parallel                                   B = [B_0; B_1]
 
     f = copy_to_group()       forward: identity     backward: all-reduce   dX has a term per rank
     g = reduce_from_group()   forward: all-reduce   backward: identity     Z has a term per rank
+
+With H_r = X A_r, dX is the sum over r of dH_r A_r^T. Rank r computes one term, and f adds the
+terms. All ranks use Z identically, so each has all of dZ, and g sends nothing in backward.
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0. Then f
 is an all-gather, whose backward is a reduce-scatter, and g is the reverse. AlexNet (2012), further
@@ -58,7 +62,8 @@ from collectives import (
 def column_linear(x, weight, bias=None, group=None):
     """Return f(X) A_r + b_r, this rank's columns of X A + b. X is the same on every rank.
 
-    Types of x, weight and bias -> the result (see "derivatives" in collectives.py): I, V, V -> V.
+    Types of x, weight and bias -> the result: I, V, V -> V. I is equal on all ranks, which use it
+    identically; of V each rank has its own. See "derivatives" in collectives.py.
     """
     return F.linear(copy_to_group(x, group), weight, bias)
 
@@ -72,12 +77,17 @@ def row_linear(x, weight, bias=None, group=None):
     return z if bias is None else z + bias
 
 
+def split_mlp(x, up, down, group=None):
+    """Return Z = GeLU(X A) B for this rank's up = A_r^T and down = B_r^T. Types: I, V, V -> I."""
+    return row_linear(F.gelu(column_linear(x, up, group=group)), down, group=group)
+
+
 # ==== upper floor =================================================================================
 #
-# These two functions are tensor parallelism: a column split, then a row split, with one sum. What
-# follows computes the same with messages that travel beside products, in modules that hold a rank's
-# part of each parameter, and does for attention and for the vocabulary what they do for an MLP.
-# AlexNet's split of 2012 stands near the end.
+# These functions are tensor parallelism: a column split, then a row split, with one sum forward and
+# one backward. What follows computes the same with messages that travel beside products, in modules
+# that hold a rank's part of each parameter, and does for attention and for the vocabulary what they
+# do for an MLP. AlexNet's split of 2012 stands near the end.
 
 # ---- overlapping products with messages ----------------------------------------------------------
 #
@@ -502,7 +512,8 @@ def _distances_from_mean(parameters, group):
         mean = grad.clone(memory_format=torch.contiguous_format)
         all_reduce(mean, ReduceOp.AVG, group)
         norm = torch.linalg.vector_norm(mean)
-        distances.append(torch.linalg.vector_norm(mean.sub_(grad)) / norm)  # NaN if both are 0
+        # NaN, which counts as equal, if both norms are 0 or if a gradient is not finite
+        distances.append(torch.linalg.vector_norm(mean.sub_(grad)) / norm)
     if not distances:
         return []
     distances = torch.stack(distances).nan_to_num(0.0, posinf=math.inf)

@@ -15,7 +15,7 @@ import expert_parallel
 from collectives import count_bytes, observe, rank_and_size
 from expert_parallel import (
     Experts, FullPrecisionLinear, Hop, MoE, Router, dispatch_and_combine, expert_parallel_bytes,
-    switch, tally_metrics, two_hops,
+    switch, switch_layer, tally_metrics, two_hops,
 )
 from gpu_counts import batches, waits
 from ranks import least_bytes, on_ranks, run
@@ -180,6 +180,26 @@ def test_each_expert_is_an_mlp_and_idle_experts_have_gradients_of_zero(
 
 
 @on_ranks(1, 2, 3)
+def test_the_plain_layer_has_the_gradients_of_one_process_also_of_its_router():
+    rank, P = rank_and_size()
+    torch.manual_seed(0)
+    tokens = torch.randn(P, 7, 4, dtype=torch.float64, requires_grad=True)
+    router = torch.randn(P, 4, dtype=torch.float64, requires_grad=True)
+    matrices = torch.randn(P, 4, 4, dtype=torch.float64, requires_grad=True)
+    weights, experts = (tokens @ router.t()).softmax(-1).max(-1)
+    whole = weights.unsqueeze(-1) * torch.einsum("rnd,rnde->rne", tokens, matrices[experts])
+    expected = torch.autograd.grad(whole.square().sum(), (tokens, router, matrices))
+    own = [t.detach().clone().requires_grad_() for t in (tokens[rank], router, matrices[rank])]
+    y = switch_layer(own[0], own[1], lambda rows: rows @ own[2])
+    y.square().sum().backward()
+    assert_close(y, whole[rank], 1e-12)
+    dist.all_reduce(own[1].grad)
+    of_tokens, of_router, of_matrices = expected
+    for found, wanted in zip(own, (of_tokens[rank], of_router, of_matrices[rank])):
+        assert_close(found.grad, wanted, 1e-12)
+
+
+@on_ranks(1, 2, 3)
 def test_the_short_form_and_the_full_dispatch_give_the_same_bits():
     rank, P = rank_and_size()
     torch.manual_seed(rank)
@@ -280,8 +300,11 @@ def test_underflowing_scores_give_no_nan_and_an_fp32_bias_moves_by_its_rate_agai
     router.weight.data.fill_(-100.0)
     routing = router(torch.ones(2, 4))
     assert routing.weights.isfinite().all() and routing.probabilities.isfinite().all()
+    router.bias.fill_(1 + 2**-20)
     assert router.bfloat16().bias.dtype == torch.float32
+    assert router.bias.eq(1 + 2**-20).all()  # not rounded on the way
     assert router.weight.dtype == torch.bfloat16
+    router.bias.zero_()
     router.update_bias(torch.tensor([9, 3, 4, 4, 5, 5, 5, 5]), 0.5)  # the mean is 5
     assert router.bias.tolist() == [-0.5, 0.5, 0.5, 0.5, 0, 0, 0, 0]
 
