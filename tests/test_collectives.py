@@ -130,7 +130,7 @@ def _check_values(lengths, dtypes=DTYPES, group=None, async_op=False):
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@on_ranks(1, 2, 3, 4, *(pytest.param(P, marks=pytest.mark.soak) for P in (6, 8)))
+@on_ranks(1, 2, 3, *(pytest.param(P, marks=pytest.mark.soak) for P in (4, 6, 8)))
 def test_every_collective_is_exact_for_every_dtype_length_and_memory_layout(async_op):
     P = dist.get_world_size()
     dtypes = DTYPES[2::3] if async_op or P > 4 else DTYPES
@@ -392,7 +392,10 @@ def test_every_message_of_an_aligned_row_is_aligned_to_128_bytes():
     assert not [offset for offset in offsets if offset % 128]
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 2), (2, 3), (2, 4)])
+LARGER_NODES = [pytest.param(*sizes, marks=pytest.mark.soak) for sizes in ((3, 2), (2, 4))]
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 3), *LARGER_NODES])
 @on_ranks(lambda nodes, ranks_per_node: nodes * ranks_per_node)
 def test_hierarchical_takes_one_batch_in_a_node_and_a_ring_between_nodes(nodes, ranks_per_node):
     O, I, (rank, P) = nodes, ranks_per_node, rank_and_size()
@@ -773,7 +776,10 @@ def _lose_a_peer(how):
         all_reduce(tensor, algorithm="ring", async_op=True).wait()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+STOPPED = pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, STOPPED])
 def test_a_lost_peer_raises_on_every_rank_and_names_operation_group_and_peer(how):
     outcomes = spawn(4, _lose_a_peer, how, check=False, group_timeout=3, timeout=9)
     for rank in (0, 1, 3):

@@ -300,7 +300,7 @@ def test_gradients_of_several_passes_are_those_of_the_whole_batch(cap, as_views)
 # ---- parameters without gradient, and other orders -----------------------------------------------
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.soak))
 @pytest.mark.parametrize("cap", [cap for cap, _ in CAPS])
 def test_ranks_may_use_different_parameters_in_different_orders(cap):
     """The blocks and their order change with the rank, the microbatch and the step.

@@ -22,6 +22,7 @@ from ranks import least_bytes, on_ranks, run
 from replicas import assert_close, demonstration
 from reference_gpt import MoE as ReferenceMoE
 from sequence_parallel import recompute, recompute_groups
+from test_hybrid import soak_but
 from transformer import saved_bytes
 
 
@@ -83,10 +84,13 @@ CASES |= {how: LOW for how in ("autocast", "bf16", "bf16, summed in fp32")}
 # (ep, dp, ep's ranks on one node or 0 for one hop, neighbours that have the same tokens)
 LAYOUTS = [(1, 1, 0, 1), (2, 1, 0, 1), (3, 1, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (3, 2, 0, 1)]
 LAYOUTS += [(4, 1, 2, 1), (6, 1, 2, 1), (2, 1, 0, 2), (1, 2, 0, 2), (2, 2, 0, 2), (4, 1, 2, 2)]
+LARGER = (3, 2, 0, 1), (6, 1, 2, 1), (2, 2, 0, 2), (4, 1, 2, 2)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ep, dp, per_node, tp", LAYOUTS)
+@pytest.mark.parametrize(
+    "ep, dp, per_node, tp", soak_but(lambda _, row: row not in LARGER, LAYOUTS)
+)
 @on_ranks(lambda ep, dp, **_: ep * dp)
 def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
     """The gradients are those of the input and of every parameter; ranks have 5, 0, 3 ... tokens.

@@ -122,6 +122,7 @@ def test_the_command_prints_a_step_whose_parts_add_up_and_writes_a_trace(tmp_pat
         assert all(end <= span["ts"] + 1e-6 for end, span in zip(ends, of_lane[1:]))
 
 
+@pytest.mark.soak
 def test_an_invalid_flag_ends_with_exit_status_2():
     done = gpu_time("--gpus", "8", "--tp", "3")
     assert done.returncode == 2 and "--tp 3" in done.stderr

@@ -227,7 +227,7 @@ def soak_but(wanted, rows):
 
 
 @pytest.mark.parametrize(
-    "world_size, flags", soak_but(lambda i, row: i % (2 if row[0] < 4 else 12) == 0, EVERY_LAYOUT)
+    "world_size, flags", soak_but(lambda i, row: i % (2 if row[0] < 4 else 17) == 0, EVERY_LAYOUT)
 )
 def test_every_layout_trains_as_one_process_does(world_size, flags):
     _assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
@@ -301,7 +301,7 @@ EXPERTS = [(n, f"{flags} --microbatches 1", mixture) for n, flags, mixture in MI
 
 
 @pytest.mark.parametrize(
-    "world_size, flags, mixture", soak_but(lambda i, row: i % (2 if row[0] < 4 else 11) == 0, EXPERTS)
+    "world_size, flags, mixture", soak_but(lambda i, row: i % (2 if row[0] < 4 else 17) == 0, EXPERTS)
 )
 def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mixture):
     _assert_trains_as_a_loop_does(world_size, flags, mixture)

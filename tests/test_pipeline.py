@@ -333,8 +333,9 @@ def _checkpointed(stage):
 
 
 SIDE_BY_SIDE = [(name, *size) for name in ("1f1b", "zb-h1") for size in ((3, 1), (6, 1), (2, 2))]
-LAYOUTS = [*((name, p, 1) for name in SCHEDULES for p in (1, 2)), *SIDE_BY_SIDE]
-LAYOUTS += [pytest.param(name, p, 1, marks=pytest.mark.soak) for name in SCHEDULES for p in (3, 4)]
+LAYOUTS = [*((name, p, 1) for name in SCHEDULES for p in (1, 2)), ("1f1b", 3, 1), ("zb-h1", 2, 2)]
+LARGER = [*SIDE_BY_SIDE, *((name, p, 1) for name in SCHEDULES for p in (3, 4))]
+LAYOUTS += [pytest.param(*row, marks=pytest.mark.soak) for row in LARGER if row not in LAYOUTS]
 
 
 @pytest.mark.parametrize("name, p, pipelines", LAYOUTS)

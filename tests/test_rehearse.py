@@ -80,7 +80,7 @@ def _rehearsed(flags, rank, per_node=4):
     return held, dict(sent)
 
 
-@pytest.mark.parametrize("per_node, flags", soak_but(lambda i, _: i in (0, 3), LAYOUTS))
+@pytest.mark.parametrize("per_node, flags", soak_but(lambda i, _: i == 3, LAYOUTS))
 def test_the_counts_are_those_of_real_ranks(per_node, flags):
     for rank, (held, sent) in enumerate(run(4, _real, f"{SIZES} {flags}", per_node)):
         found, found_sent = _rehearsed(f"{SIZES} {flags}", rank, per_node)
@@ -119,7 +119,7 @@ ZERO = ["--zero 1", "--zero 2", "--zero 1 --microbatches 2", "--zero 3 --microba
 ZERO += ["--zero 2 --microbatches 4 --pp 2 --schedule interleaved --layers 8", "--zero 3 --tp 2"]
 
 
-@pytest.mark.parametrize("flags", ZERO)
+@pytest.mark.parametrize("flags", soak_but(lambda i, _: i in (0, 2), zip(ZERO)))
 def test_the_peak_of_gradients_with_zero_is_that_of_the_formula(flags):
     trainer, held, _ = rehearse.rehearse(hybrid.parse(flags.split(), 4, 4), 0)
     claimed = rehearse.formulas(trainer)
@@ -153,7 +153,7 @@ OF_DP = ["--dp 4 --replicate 2", "--dp 4 --zero 1", "--dp 4 --zero 3", "--dp 4"]
 OF_DP += ["--pp 2 --dp 2 --schedule dualpipe"]
 
 
-@pytest.mark.parametrize("flags", soak_but(lambda i, _: i in (0, 4), zip(OF_DP)))
+@pytest.mark.parametrize("flags", soak_but(lambda i, _: i == 4, zip(OF_DP)))
 def test_a_step_sends_over_dp_and_pp_what_the_formulas_say(flags):
     flags = f"{SIZES} --layers 4 --hidden 256 --zero 2 --microbatches 4 {flags}"
     args = hybrid.parse(flags.split(), 4, 4)
@@ -180,7 +180,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("flags, title", soak_but(lambda i, _: i < 1, ROWS))
+@pytest.mark.parametrize("flags, title", soak_but(lambda *_: False, ROWS))
 def test_a_large_layout_takes_a_minute_at_most_and_agrees_with_the_papers(capsys, flags, title):
     began = time.process_time()
     assert rehearse.main(flags.split()) == 0

@@ -439,7 +439,8 @@ ENDS = """
 """
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("times", [1, 5])
 def test_scripts_exit_with_0_and_a_rank_that_fails_in_a_pipeline_does_not_hang_the_other(
     times, tmp_path
 ):
