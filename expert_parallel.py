@@ -343,7 +343,8 @@ class Router(nn.Module):
         bias = self.bias
         super()._apply(function, recurse)
         if self.bias.dtype != torch.float32:  # it stays in fp32, since 16 bits lose small updates
-            self.bias = bias.to(self.bias.device)
+            from_meta = bias.is_meta  # as to_empty() moves it
+            self.bias = self.bias.float() if from_meta else bias.float().to(self.bias.device)
         return self
 
     def update_bias(self, counts, rate=0.001):
