@@ -114,6 +114,7 @@ def give(folder, path):
         raise ValueError(f"--experts {args.experts} --kv-heads {args.kv_heads} is no GPT-2")
     sizes = {"n_layer": args.layers, "n_head": args.heads, "n_embd": args.hidden, "bias": True}
     sizes |= {"block_size": args.seq_len, "vocab_size": args.vocab_size, "dropout": args.dropout}
+    (checkpoint / ".metadata").stat()  # an older torch's error does not name the missing file
     dcp.load({"model": {n: w for n, w in weights.items() if n != HEAD}}, checkpoint_id=checkpoint)
     flat = {n: w.t() if n.endswith(TRANSPOSED) else w for n, w in weights.items()}
     write(flat | {"model": weights, "model_args": sizes}, path)
