@@ -135,10 +135,9 @@ def test_in_bf16_the_bound_is_wider_and_every_expert_takes_every_token():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("each", [3, 1])
 @on_ranks(1, 2, 3, 4, 8, timeout=240)
-def test_every_layout_agrees_with_one_process(each):
+def test_every_layout_agrees_with_one_process():
     world_size = dist.get_world_size()
-    rows = verify.layouts(world_size, world_size)[::each]
+    rows = verify.layouts(world_size, world_size)
     status, lines = judged([], rows)
     assert status == 0 and (dist.get_rank() or len(lines) == len(rows) + 1)
