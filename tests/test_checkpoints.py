@@ -242,7 +242,7 @@ def _with_optimizer(name, flags, folder, printed=None):
 OTHERS = [*OPTIMIZERS][:-3]
 
 
-@pytest.mark.parametrize("name", soak_but(lambda i, _: i == 7, [[name] for name in OTHERS]))
+@pytest.mark.parametrize("name", soak_but(lambda *_: False, [[name] for name in OTHERS]))
 @on_ranks(2)
 def test_a_run_with_another_optimizer_continues_in_any_layout(name, tmp_path):
     """From step 2, which --tp 2 saved, it ends with the weights of a run that did not stop."""

@@ -84,7 +84,7 @@ CASES |= {how: LOW for how in ("autocast", "bf16", "bf16, summed in fp32")}
 # (ep, dp, ep's ranks on one node or 0 for one hop, neighbours that have the same tokens)
 LAYOUTS = [(1, 1, 0, 1), (2, 1, 0, 1), (3, 1, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (3, 2, 0, 1)]
 LAYOUTS += [(4, 1, 2, 1), (6, 1, 2, 1), (2, 1, 0, 2), (1, 2, 0, 2), (2, 2, 0, 2), (4, 1, 2, 2)]
-LARGER = (3, 2, 0, 1), (6, 1, 2, 1), (2, 2, 0, 2), (4, 1, 2, 2)
+LARGER = (3, 2, 0, 1), (6, 1, 2, 1), (2, 2, 0, 2), (4, 1, 2, 2), (2, 2, 0, 1), (3, 1, 0, 1)
 
 
 @pytest.mark.parametrize("case", CASES)

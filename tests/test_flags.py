@@ -317,6 +317,7 @@ def _train(flags):
         hybrid.train(hybrid.parse(flags, dist.get_world_size()), torch.device("cpu"))
 
 
+@pytest.mark.soak
 def test_the_example_in_help_runs():
     launch, number, world_size, file, *flags = re.search("torchrun --n.*", hybrid.EPILOG)[0].split()
     assert (launch, number, file) == ("torchrun", "--nproc-per-node", "hybrid.py")
