@@ -177,7 +177,7 @@ def _unchanged(rows, folder):
     return found
 
 
-SOAK = pytest.param(slice(1, None), marks=pytest.mark.soak)  # every row but those of plain pytest
+SOAK = pytest.param(slice(1, None), marks=pytest.mark.soak)  # all rows but the first
 
 
 @pytest.mark.parametrize("part", [slice(0, None, 4), SOAK])
