@@ -1,8 +1,8 @@
 """Data parallelism: every rank (process) trains a replica of the model on its part of a batch.
 
 If a loss is a mean over examples that do not affect each other, and a batch is divided into P equal
-parts, one for each rank, the gradient of its loss is the mean of the parts' gradients. So an all-
-reduce that averages the gradients over the ranks after each backward pass gives every rank the
+parts, one for each rank, the gradient of its loss is the mean of the parts' gradients. So an
+all-reduce that averages the gradients over the ranks after each backward pass gives every rank the
 gradient of the whole batch. All ranks start from the same weights and take the same optimizer step,
 which keeps the replicas equal.
 

@@ -342,9 +342,9 @@ class Router(nn.Module):
     def _apply(self, function, recurse=True):
         bias = self.bias
         super()._apply(function, recurse)
-        if self.bias.dtype != torch.float32:  # it stays in fp32, since 16 bits lose small updates
-            from_meta = bias.is_meta  # as to_empty() moves it
-            self.bias = self.bias.float() if from_meta else bias.float().to(self.bias.device)
+        if not bias.is_meta:  # not rounded to 16 bits, which lose small updates
+            self.bias = bias.to(self.bias.device)
+        self.bias = self.bias.float()
         return self
 
     def update_bias(self, counts, rate=0.001):

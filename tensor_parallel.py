@@ -287,6 +287,9 @@ def _weight_gradient(weight, dy, x, store):
     return None
 
 
+NO_STORE = SimpleNamespace(open=False, adds=False)  # a WeightGradStore that is always closed
+
+
 def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
     """Do what column_linear() does, with the overlap of this section. weight: (out/P, in).
 
@@ -310,9 +313,6 @@ def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=No
     """
     x = autocasted(x)
     return _RowLinear.apply(x, weight, group, sequence_parallel, defer or NO_STORE)
-
-
-NO_STORE = SimpleNamespace(open=False, adds=False)  # a WeightGradStore to which nothing is deferred
 
 
 # ---- modules: parameters that are split or copied ------------------------------------------------
@@ -482,9 +482,9 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
         if step == 0:
             check_gradients_over_tp(model, group)
 
-    Such copies drift apart, and a norm that counts one of them is wrong. Copies are what no Shard
-    splits over the group. Their gradients differ if one is further from the mean of all than
-    `tolerance` times the norm of the mean; kernels may round differently. Each mean takes an
+    Such copies drift apart, and a gradient norm that counts one of them is wrong. Copies are what
+    no Shard splits over the group. Their gradients differ if one is further from the mean of all
+    than `tolerance` times the norm of the mean; kernels may round differently. Each mean takes an
     all-reduce, so call this once per process, after the sums of its first step.
     With ZeRO, all ranks must have the same pieces: see `apart` in zero.py.
     """
@@ -710,6 +710,8 @@ def check_parts(begin, end, group=None):
 
     Ranks compare their columns, begin:end on this rank, once for each size of a part. If the ranks
     divide V columns as Shard does, each finds the size V // P, so all of them compare or none does.
+    After a first call with right columns, a later one in which only some ranks pass others may fail
+    in the collectives instead.
     """
     members = membership(group, "vocab_parallel_cross_entropy")
     rank, P = members.place
@@ -896,8 +898,7 @@ def _demonstrate():
     up = torch.randn(4 * D, D, dtype=torch.float64) / D
     down = torch.randn(D, 4 * D, dtype=torch.float64)
     with count_bytes() as traffic:
-        y = column_linear(x, up.chunk(P)[rank])
-        z = row_linear(F.gelu(y), down.chunk(P, 1)[rank])
+        z = split_mlp(x, up.chunk(P)[rank], down.chunk(P, 1)[rank])
     error = (z - F.linear(F.gelu(F.linear(x, up)), down)).abs().max()
     if rank == 0:
         claimed = all_reduce_bytes(x.nbytes, P)

@@ -301,7 +301,8 @@ EXPERTS = [(n, f"{flags} --microbatches 1", mixture) for n, flags, mixture in MI
 
 
 @pytest.mark.parametrize(
-    "world_size, flags, mixture", soak_but(lambda i, row: i % (2 if row[0] < 4 else 17) == 0, EXPERTS)
+    "world_size, flags, mixture",
+    soak_but(lambda i, row: i % (2 if row[0] < 4 else 17) == 0, EXPERTS),
 )
 def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mixture):
     _assert_trains_as_a_loop_does(world_size, flags, mixture)

@@ -69,7 +69,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def counts(library):
-    """Provide counts(*row), the Counts of a step. PLAIN rows are counted together, then the rest."""
+    """Provide counts(*row), the Counts of a step. PLAIN rows are counted first."""
     plain = [_job(*row) for row in PLAIN]
     rows = [row for row in ROWS + [row for row, _ in CONNECTED] if row not in PLAIN]
     others = [_job(*row) for row in rows]

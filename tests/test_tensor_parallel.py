@@ -27,7 +27,7 @@ from tensor_parallel import (
     AlexNet, ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
     ShardedRandomState, VocabParallelEmbedding, alexnet_bytes, attention, boxes_between,
     check_gradients_over_tp, column_linear, column_parallel_linear, mark_sum_over_tp,
-    parameters_to_sum_over_tp, row_linear, set_shard, shards_of, sum_gradients_over_tp,
+    parameters_to_sum_over_tp, row_linear, set_shard, shards_of, split_mlp, sum_gradients_over_tp,
     tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
@@ -300,6 +300,24 @@ def test_a_frozen_weight_keeps_only_itself_for_backward(make):
     with saved_bytes() as count:
         layer(x)
     assert count() == layer.weight.nbytes
+
+
+@on_ranks(1, 2, 3)
+def test_the_plain_mlp_has_the_output_and_the_gradients_of_one_process():
+    rank, P = rank_and_size()
+    torch.manual_seed(0)
+    sizes = (5, 4), (6 * P, 4), (4, 6 * P)
+    x, up, down = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes)
+    whole = F.linear(F.gelu(F.linear(x, up)), down)
+    expected = torch.autograd.grad(whole.square().sum(), (x, up, down))
+    parts = x, up.chunk(P)[rank], down.chunk(P, 1)[rank]
+    x, up, down = (part.detach().clone().requires_grad_() for part in parts)
+    z = split_mlp(x, up, down)
+    z.square().sum().backward()
+    of_x, of_up, of_down = expected
+    wanted = whole, of_x, of_up.chunk(P)[rank], of_down.chunk(P, 1)[rank]
+    for found, one in zip((z, x.grad, up.grad, down.grad), wanted):
+        assert torch.allclose(found, one, rtol=0, atol=1e-12)
 
 
 @split_or_not
