@@ -428,8 +428,8 @@ class ScheduleKind:
     bubble: the rank's idle time. If `staggered`, time counts from its first to its last action.
     peak: the most microbatches whose activations it holds at a time, from their F to their B or W.
         One that two chunks hold counts twice. In zb-h1, zb-h2 and zb-v, some ranks hold fewer.
-    sizes, times: for which p, m and F, I, W the bubble is this. In zb-h2, zb-v and dualpipe it is
-        this at most. Outside of `sizes`, interleaved and dualpipe are not defined.
+    sizes, times: for which p and m, and for which F, B, I and W, the bubble is this. In zb-h2, zb-v
+        and dualpipe it is this at most. Outside of `sizes`, interleaved and dualpipe do not exist.
     v: the number of chunks that share a rank's layers (those of dualpipe's two chunks are two
         replicas); None if the caller chooses it.
 
@@ -1005,7 +1005,7 @@ def _demonstrate():
         claimed = pipeline_bytes(rank, world_size, m, inputs.nbytes // m)
         if rank == 0:
             print(name)
-            _show(*figures(name, world_size, m))
+            _show(name, *figures(name, world_size, m))
             print(f"rank 0 sent {traffic.bytes()} bytes, claimed {claimed}")
             print(f"largest difference from one process's gradients: {error:.1e}\n")
 
@@ -1027,10 +1027,12 @@ def figures(name, num_stages, num_microbatches):
     return schedule, timeline, (claimed, bubble), peaks
 
 
-def _show(schedule, _, bubbles, peaks):
+def _show(name, schedule, _, bubbles, peaks):
     print(draw(schedule))
     claimed, simulated = bubbles
     claim = "no formula" if claimed is None else f"claimed {claimed:g}"
+    kind = SCHEDULES[name]
+    print(f"bubble {kind.bubble} for {kind.sizes} and times {kind.times}")
     print(f"bubble if F = I = W = 1: {claim}, simulated {simulated:g}")
     print("peak activations, in microbatches: claimed {:g}, simulated {:g}".format(*peaks))
 
@@ -1069,7 +1071,7 @@ def main():
         _compare(args.stages, args.microbatches)
         return
     try:
-        _show(*figures(args.schedule, args.stages, args.microbatches))
+        _show(args.schedule, *figures(args.schedule, args.stages, args.microbatches))
     except ValueError as error:
         parser.error(str(error))
 

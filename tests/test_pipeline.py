@@ -654,8 +654,10 @@ def test_the_demonstration_draws_the_schedules_and_prints_the_costs_of_the_table
     expected = {"gpipe": (6, 8), "1f1b": (6, 3), "zb-h1": (2, 3)}  # the bubble and the peak
     parts = printed.strip().split("\n\n")
     for (name, (bubble, peak)), part in zip(expected.items(), parts, strict=True):
-        first, *drawing, bubbles, peaks, sent, error = part.splitlines()
+        first, *drawing, formula, bubbles, peaks, sent, error = part.splitlines()
         assert first == name and drawing == draw(SCHEDULES[name](3, 8)).splitlines()
+        kind = SCHEDULES[name]
+        assert formula == f"bubble {kind.bubble} for {kind.sizes} and times {kind.times}"
         assert bubbles.endswith(f": claimed {bubble}, simulated {bubble}")
         assert peaks.endswith(f": claimed {peak}, simulated {peak}")
         assert sent == f"rank 0 sent {16 * 32 * 8} bytes, claimed {16 * 32 * 8}"
