@@ -1,10 +1,11 @@
-"""Make modules of the project's root and of tests/ importable, here and in the ranks."""
+"""Make modules of the project's root, of tests/support and tests/tools importable, also in ranks."""
 
 import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # multiprocessing hands sys.path to each rank
+# multiprocessing hands sys.path to each rank
+sys.path[:0] = map(str, (TESTS.parent, TESTS, TESTS / "support", TESTS / "tools"))
 
 import pytest
 import torch

@@ -54,8 +54,8 @@ import sequence_parallel
 import tensor_parallel
 import zero
 from collectives import ReduceOp, rank_and_size
+from faults import own_in_backward, own_part, put, unseen_by_autograd, without_reduction
 from ranks import on_ranks
-from test_mutations import own_in_backward, own_part, put, unseen_by_autograd, without_reduction
 
 MODULES = (
     collectives, ddp, zero, pipeline, tensor_parallel, sequence_parallel, expert_parallel, hybrid

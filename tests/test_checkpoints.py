@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import hybrid
 from collectives import gather_objects
+from layouts import assert_alike, soak_but, train_on_text
 from ranks import PROJECT, limit_files, on_ranks, run, spawn
-from test_hybrid import assert_alike, soak_but, train_on_text
 
 T, V, BATCH, STEPS = 12, 67, 12, 4
 CPU = torch.device("cpu")

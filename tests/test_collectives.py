@@ -132,6 +132,10 @@ def _check_values(lengths, dtypes=DTYPES, group=None, async_op=False):
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks(1, 2, 3, *(pytest.param(P, marks=pytest.mark.soak) for P in (4, 6, 8)))
 def test_every_collective_is_exact_for_every_dtype_length_and_memory_layout(async_op):
+    check_every_collective(async_op)
+
+
+def check_every_collective(async_op):
     P = dist.get_world_size()
     dtypes = DTYPES[2::3] if async_op or P > 4 else DTYPES
     _check_values(sorted({0, 1, P - 1, 2 * P + 1}), dtypes, None, async_op)
@@ -240,6 +244,10 @@ SIZES = [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.soak) for size in (5
 @on_ranks(*SIZES)
 @patch.object(collectives, "SEGMENT", 1 << 12)
 def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks():
+    check_every_algorithm()
+
+
+def check_every_algorithm():
     """The tensors have every dtype and odd lengths; the largest has several segments."""
     rank, P = rank_and_size()
     big = P * ((1 << 10) + 3)

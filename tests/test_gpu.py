@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 import collectives
+import layouts
 import sequence_parallel
 import tensor_parallel
 import test_collectives
 import test_expert_parallel
-import test_hybrid
+from layouts import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_trainer, own_batch
 from ranks import call_in_environment, on_device, run, spawn
-from test_hybrid import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_trainer, own_batch
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 one_gpu = pytest.mark.skipif(GPUS < 1, reason="there is no GPU")
@@ -98,7 +98,7 @@ FAR = {  # {flags: bound on the relative difference from a plain GPT in fp32; 2e
 @pytest.mark.parametrize("flags", FAR)
 def test_one_process_trains_and_waits_for_its_gpu_once_a_step(on, kind, flags):
     ((losses, waits),) = on(kind, 1, _watched_steps, f"--microbatches 4 {flags}")
-    expected = [loss for loss, _, _ in test_hybrid.reference(torch.float32)[0]]
+    expected = [loss for loss, _, _ in layouts.reference(torch.float32)[0]]
     assert losses == pytest.approx(expected, rel=FAR[flags])
     layers = LAYERS * ("--experts" in flags)  # these wait for their rows in each microbatch
     assert waits[1:] == [0 if kind == "cpu" else 1 + 4 * layers] * (RUN - 1)
@@ -166,8 +166,7 @@ def test_attention_on_a_gpu_stores_no_scores(dtype, kv_heads):
 @pytest.mark.parametrize("D, width", [(16, 24), (5, 3)])  # PyTorch's kernel takes the first
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [0, 0, 0, 0], [0, 7, 0, 0]])
 def test_experts_agree_with_mlps_though_some_are_idle(dtype, D, width, sizes):
-    check = "each_expert_is_an_mlp_and_idle_experts_have_gradients_of_zero"
-    getattr(test_expert_parallel, f"test_{check}")(dtype, D, width, sizes, device="cuda")
+    test_expert_parallel.check_experts(dtype, D, width, sizes, device="cuda")
 
 
 # ---- one GPU: streams ----------------------------------------------------------------------------
@@ -205,11 +204,10 @@ def _check_collectives(device, async_op):
     made = {name: on_device(getattr(test_collectives, name)) for name in ("_integers", "_normal")}
     with patch.multiple(test_collectives, **made):
         test_collectives._check_values([1 << 18], [torch.float32], async_op=async_op)
-        every = "collective_is_exact_for_every_dtype_length_and_memory_layout"
-        getattr(test_collectives, f"test_every_{every}").__wrapped__(async_op)
+        test_collectives.check_every_collective(async_op)
         if not async_op:
-            every = "algorithm_reduces_and_leaves_the_same_bits_on_all_ranks"
-            getattr(test_collectives, f"test_every_{every}").__wrapped__()
+            with patch.object(collectives, "SEGMENT", 1 << 12):
+                test_collectives.check_every_algorithm()
 
 
 @pytest.mark.parametrize("kind, world_size", _kinds(3, 2, 4, 8))
@@ -222,9 +220,9 @@ def test_every_collective_and_algorithm_is_exact_on_gpus(on, kind, world_size, a
 
 
 def _train(device, flags, dtype):
-    """Run test_hybrid._train() on this device; return its result on the host."""
-    with patch.object(test_hybrid, "make_trainer", partial(make_trainer, device=device)):
-        return tree_map_only(torch.Tensor, torch.Tensor.cpu, test_hybrid._train(flags, dtype))
+    """Run layouts.train() on this device; return its result on the host."""
+    with patch.object(layouts, "make_trainer", partial(make_trainer, device=device)):
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, layouts.train(flags, dtype))
 
 
 @pytest.fixture
@@ -236,14 +234,14 @@ def assert_trains(on, monkeypatch):
 
     def check(kind, world_size, flags, mixture=None, **options):
         call = lambda n, function, *args: on(kind, n, _train, *args, **options)
-        monkeypatch.setattr(test_hybrid, "run", call)
+        monkeypatch.setattr(layouts, "run", call)
         if mixture:
-            return test_hybrid._assert_trains_as_a_loop_does(world_size, flags, mixture)
+            return layouts.assert_trains_as_a_loop_does(world_size, flags, mixture)
         exact = torch.float64, 1e-11, 1e-9, 1e-9
         if "--cp " in flags and kind != "cpu":
-            test_hybrid._assert_trains(world_size, flags, torch.float32, 5e-5, 3e-4, 3e-3, steps=1)
+            layouts.assert_trains(world_size, flags, torch.float32, 5e-5, 3e-4, 3e-3, steps=1)
         else:
-            test_hybrid._assert_trains(world_size, flags, *exact)
+            layouts.assert_trains(world_size, flags, *exact)
 
     return check
 

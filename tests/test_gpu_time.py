@@ -99,7 +99,7 @@ KEYS = "step_ms mfu products_ms other_ms exposed_ms starved_ms batches messages 
 
 
 def gpu_time(*flags):
-    command = [sys.executable, str(PROJECT / "tests" / "gpu_time.py"), *flags]
+    command = [sys.executable, str(PROJECT / "tests/tools/gpu_time.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return pytest.skip("no C++ compiler") if "C++ compiler" in done.stderr else done
 

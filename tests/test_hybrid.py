@@ -1,9 +1,7 @@
 """Every layout of hybrid.py trains as one process does; data, flags, metrics and errors."""
 
-import functools
 import io
 import itertools
-import json
 import math
 import os
 import re
@@ -25,279 +23,27 @@ from collectives import count_bytes, gather_objects, observe, reduce_scatter_byt
 from ddp import GradBucket, ddp_bytes
 from expert_parallel import FullPrecisionLinear
 from gpu_counts import waits
+from layouts import (
+    BATCH, EVERY_LAYOUT, EXPERTS, FLAGS, HIDDEN, LAYERS, MOE_SIZES, RATES, SIZES, STEPS, T, V,
+    assert_alike, assert_trains, assert_trains_as_a_loop_does, batch, expert_metrics,
+    make_trainer, own_batch, plain_gpt, reference, reference_moe, soak_but, train, train_on_text,
+)  # fmt: skip
 from pipeline import SCHEDULES, interleaved, pipeline_bytes
 from ranks import least_bytes, on_ranks, run
-from reference_gpt import MLP as ReferenceMLP
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceGPT, ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
 from verify import gathered
 from zero import zero_rounds
 
-STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 4, 32, 8, 12, 67
-RUN = 3  # the steps that a test takes
-FLAGS = f"--layers {LAYERS} --hidden {HIDDEN} --heads {HEADS} --seq-len {T} --vocab-size {V}"
-FLAGS += f" --batch-size {BATCH} --steps {STEPS} --lr 0.003 --warmup 2 --weight-decay 0.2"
-FLAGS += " --grad-clip 0.5 --seed 3"
-SIZES = [LAYERS, HIDDEN, HEADS, T, V]
-# The rate warms up to 0.003 in 2 steps, and falls to 0.0003 by a cosine over the other 3.
-RATES = [0.001, 0.002, *(0.0003 + 0.00135 * (1 + math.cos(math.pi * k / 3)) for k in range(3))]
-
-# ---- one process, and any layout -----------------------------------------------------------------
-
-
-def batch(step):
-    """Return a global batch; the loss ignores some tokens, and all of the first sequences."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(V, (BATCH, T + 1), generator=generator)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
-    ignored = torch.rand(BATCH, T, generator=generator, dtype=torch.float32) < 0.2
-    targets[ignored] = hybrid.IGNORE_INDEX
-    targets[: BATCH // 8] = hybrid.IGNORE_INDEX  # with dp = 8, rank 0 has no token that counts
-    return inputs.contiguous(), targets
-
-
-def own_batch(trainer, step=0):
-    """Return this rank's rows of the batch."""
-    return [tokens[trainer.own_rows()] for tokens in batch(step)]
-
-
-def plain_gpt(layers, *sizes, dtype=torch.float64, seed=3, **options):
-    """Return the oracle with hybrid's initial values."""
-    model = ReferenceGPT(layers, *sizes, **options).to(dtype)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(hybrid.initial_value(name, p.shape, layers, seed))
-    return model
-
-
-METRICS = "loss", "grad_norm", "lr", "expert_load", "expert_dropped", "balance_loss", "z_loss"
-
-
-def expert_metrics(model):
-    """Return the metrics of the experts in the last forward of a plain GPT."""
-    mixtures = [module for module in model.modules() if isinstance(module, ReferenceMoE)]
-    if not mixtures:
-        return []
-    choices = sum(layer.counts.sum().item() for layer in mixtures)
-    load = max(layer.counts.max() / layer.counts.mean() for layer in mixtures).item()
-    found = [load, sum(layer.dropped for layer in mixtures) / choices]
-    if any(mixtures[0].coefficients):
-        for losses in ([m.balance for m in mixtures], [m.z for m in mixtures]):
-            found.append(sum(losses).item() / len(losses))
-    return found
-
-
-def train_plainly(model, steps=RUN, bias_rate=0.0):
-    """Train on one plain process; return METRICS and gradients per step, and the final weights."""
-    training, results, gradients = ReferenceTraining(model, RATES, 0.2, 0.5), [], []
-    for step in range(steps):
-        found = training.step(*batch(step), bias_rate)
-        results.append((*found, RATES[step], *expert_metrics(model)))
-        gradients.append(training.gradients)
-    return results, gradients, model.state_dict()
-
-
-@functools.cache
-def reference(dtype, layers=LAYERS, kv_heads=None, ffn=None):
-    """Return the result of train_plainly() for the GPT of FLAGS."""
-    options = {"kv_heads": kv_heads, "mlp": lambda i: ReferenceMLP(HIDDEN, ffn)}
-    return train_plainly(plain_gpt(layers, *SIZES[1:], dtype=dtype, **options))
-
-
-def make_trainer(flags, dtype=torch.float32, device=torch.device("cpu")):
-    torch.set_default_dtype(dtype)
-    words = f"{FLAGS} {flags}".split()
-    per_node = None
-    if "NODES" in words:  # the ranks of ep are on two nodes
-        words.remove("NODES")
-        per_node = int(words[words.index("--ep") + 1]) // 2
-    args = hybrid.parse(words, dist.get_world_size(), per_node)
-    return hybrid.Trainer(args, hybrid.make_mesh(args), device)
-
-
-def _train(flags, dtype, steps=RUN):
-    """Train in a layout and return what train_plainly() does; gradients are before clipping."""
-    trainer = make_trainer(flags, dtype)
-    results, gradients, clip = [], [], trainer.clip_gradients
-    look = lambda: gradients.append(gathered(trainer, lambda parameter: parameter.grad))
-    trainer.clip_gradients = lambda: look() or clip()
-    for step in range(steps):
-        metrics = trainer.step(*own_batch(trainer, step))
-        results.append([metrics[name] for name in METRICS if name in metrics])
-    state = gathered(trainer)
-    return (results, gradients, state) if dist.get_rank() == 0 else (results, None, None)
-
-
-def assert_alike(found, expected, tolerance):
-    """Compare names, and tensors, which may differ by at most `tolerance` of their norm."""
-    expected = {n: tensor for n, tensor in expected.items() if n != "lm_head.weight"}  # tied to wte
-    assert {name for name in found if not name.endswith("router.bias")} <= expected.keys()
-    for name, tensor in expected.items():
-        difference = found[name] - tensor
-        if name.endswith("c_attn.bias"):  # the gradient of the keys' bias is only rounding error
-            D = len(expected[re.sub(r"h.[0-9]+.attn.c_attn.bias", "ln_f.weight", name)])
-            difference[D : (D + len(difference)) // 2] = 0
-        error = difference.norm() / tensor.norm().clamp(min=1e-300)
-        assert error <= tolerance, f"{name} differs by {error:.1e} of its norm"
-
-
-def _assert_all_alike(ranks, expected, loss_error, gradient_error, weight_error, steps=RUN):
-    """Compare all ranks' results of _train() with `expected`. steps: the gradients to compare."""
-    results, gradients, state = expected
-    for found, _, _ in ranks:  # every rank reports the global loss and norm
-        np.testing.assert_allclose(found, results, rtol=loss_error)
-    assert len(ranks[0][1]) == len(gradients)
-    for found, wanted in zip(ranks[0][1][:steps], gradients):
-        assert_alike(found, wanted, gradient_error)
-    assert_alike(ranks[0][2], state, weight_error)
-
-
-def _assert_trains(world_size, flags, dtype, *errors, **options):
-    args = hybrid.parse(f"{FLAGS} {flags}".split(), world_size)
-    expected = reference(dtype, args.layers, args.kv_heads, args.ffn)
-    _assert_all_alike(run(world_size, _train, flags, dtype), expected, *errors, **options)
-
-
 # ---- every layout --------------------------------------------------------------------------------
-
-
-def layouts(world_size):
-    """Yield flags of every product dp x pp x tp; up to 4 ranks, with gpipe and with 1f1b."""
-    for pp, tp in itertools.product((1, 2, 4, 8), repeat=2):
-        dp = world_size // (pp * tp)
-        if pp * tp * dp == world_size:
-            rest = f"--microbatches {min(4, BATCH // dp)}{' --layers 8' if pp == 8 else ''}"
-            for schedule in ("gpipe", "1f1b") if pp > 1 and world_size < 8 else ("1f1b",):
-                yield f"--dp {dp} --pp {pp} --tp {tp} --schedule {schedule} {rest}"
-
-
-EVERY_LAYOUT = [(world_size, flags) for world_size in (1, 2, 4, 8) for flags in layouts(world_size)]
-EVERY_LAYOUT += [
-    (
-        pp * dp * tp,
-        f"--dp {dp} --pp {pp} --tp {tp} --schedule {schedule} --microbatches {m} --layers {layers}",
-    )
-    for schedule in SCHEDULES
-    if schedule not in ("gpipe", "1f1b")
-    for pp, dp, tp, m, layers in ((2, 2, 2, 4, 4), (4, 2, 1, 8, 8))
-]
-EVERY_LAYOUT += [
-    (2, "--tp 2 --sp --microbatches 2 --kv-heads 4 --recompute selective"),
-    (2, "--tp 2 --recompute full --kv-heads 2 --ffn 40"),
-    (4, "--tp 4 --sp --recompute selective"),
-    (8, "--tp 2 --pp 2 --dp 2 --sp --recompute full --schedule zb-h1 --microbatches 4"),
-    (8, "--tp 2 --pp 4 --sp --recompute selective --schedule interleaved --layers 8"),
-    *((2, f"--cp 2 --cp-method {m} --microbatches 2") for m in hybrid.CP_METHODS),
-    (3, "--cp 3 --microbatches 4"),
-    (4, "--cp 2 --tp 2 --sp --cp-method ulysses --recompute full"),
-    *((8, f"--zero 1 --dp 2 --cp 2 --tp 2 --sp --cp-method {m}") for m in hybrid.CP_METHODS),
-    *((2, f"--zero {zero} --dp 2 --microbatches 2") for zero in (0, 1, 2, 3)),
-    *((3, f"--zero {zero} --cp 3 --microbatches 2") for zero in (1, 2, 3)),
-    *(
-        (4, f"--zero {zero} --dp 2 --pp 2 --microbatches 4 --schedule {schedule}")
-        for schedule in SCHEDULES
-        for zero in (1, 2, 3)
-    ),
-    *((4, f"--zero {zero} --dp 2 --tp 2 --sp --recompute full") for zero in (1, 2, 3)),
-    *((4, f"--zero {zero} --dp 4 --replicate 2 --microbatches 2") for zero in (1, 2, 3)),
-    (6, "--zero 3 --dp 2 --cp 3 --replicate 3 --kv-heads 2"),
-    (8, "--zero 2 --dp 2 --tp 2 --sp --pp 2 --schedule dualpipe --microbatches 4"),
-    (8, "--cp 2 --pp 2 --tp 2 --sp --schedule zb-h1 --microbatches 4"),
-    (8, "--cp 2 --pp 2 --dp 2 --schedule dualpipe --microbatches 4 --cp-method ulysses"),
-    # The axes of Llama 3 and GLM-5, with small degrees.
-    (8, "--tp 2 --cp 2 --pp 2 --schedule interleaved --zero 2 --cp-method allgather"),
-    (8, "--pp 2 --schedule interleaved --cp 2 --dp 2 --zero 2 --microbatches 2"),
-    # Stages of 1, 2 and 1 layers, and of 1, 2, 2, 2 and 1 layers.
-    (3, "--pp 3 --schedule 1f1b --microbatches 4"),
-    (2, "--pp 2 --schedule interleaved --chunks 5 --microbatches 2 --layers 8"),
-    # Groups of layers that are recomputed as one, some with a short last group.
-    (2, "--tp 2 --sp --recompute full --recompute-layers 3"),
-    (2, "--zero 3 --dp 2 --layers 8 --microbatches 2 --recompute full --recompute-layers 3"),
-    (2, "--pp 2 --layers 6 --schedule zb-h1 --recompute full --recompute-layers 2"),
-    (2, "--pp 2 --schedule dualpipe --microbatches 4 --recompute full --recompute-layers 2"),
-    (4, "--pp 2 --dp 2 --zero 3 --layers 6 --schedule zb-h1 --recompute full --recompute-layers 3"),
-]
-
-
-def soak_but(wanted, rows):
-    """Return a test's parameters from rows; mark a row "soak" unless wanted(number, row)."""
-    marks = lambda i, row: () if wanted(i, row) else pytest.mark.soak
-    return [pytest.param(*row, marks=marks(i, row)) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize(
     "world_size, flags", soak_but(lambda i, row: i % (2 if row[0] < 4 else 17) == 0, EVERY_LAYOUT)
 )
 def test_every_layout_trains_as_one_process_does(world_size, flags):
-    _assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
-
-
-class TimeFirstMoE(ReferenceMoE):
-    """ReferenceMoE with tokens in hybrid's order. A capacity drops the last tokens."""
-
-    def forward(self, x):
-        return super().forward(x.transpose(0, 1)).transpose(0, 1)
-
-
-MOE_SIZES = "--layers 4 --hidden 16 --heads 4 --experts 4"
-MOE = {  # {flags of the mixture: (score, top_k, shared, losses, layers with experts)}
-    "--balance aux --top-k 2": ("softmax", 2, 0, (0.01, 0.001), (0, 1, 2, 3)),
-    "--balance none --top-k 1 --moe-every 2": ("softmax", 1, 0, (0, 0), (1, 3)),
-    "--balance bias --top-k 3 --shared-experts 1": ("sigmoid", 3, 1, (0, 0), (0, 1, 2, 3)),
-}
-DEEPSEEK = "--balance bias --top-k 2 --shared-experts 1 --topk-nodes 1 NODES"
-AUX_ON_NODES = "--balance aux --top-k 1 --topk-nodes 1 NODES"
-ON_NODES = {  # the same, and (groups of experts, groups that a token uses)
-    DEEPSEEK: ("sigmoid", 2, 1, (0, 0), (0, 1, 2, 3), (2, 1)),
-    AUX_ON_NODES: ("softmax", 1, 0, (0.01, 0.001), (0, 1, 2, 3), (2, 1)),
-    "--balance none --top-k 3 NODES": ("softmax", 3, 0, (0, 0), (0, 1, 2, 3)),
-}
-MOE_LAYOUTS = [
-    (1, ""),
-    (2, "--dp 2 --ep 2"),
-    (4, "--dp 4 --ep 2"),
-    (4, "--dp 2 --ep 2 --tp 2 --sp --recompute full"),
-    (4, "--dp 2 --cp 2 --ep 4 --recompute selective"),
-    (8, "--dp 4 --ep 2 --zero 1 --tp 2"),
-    (2, "--tp 2 --ep 2"),
-    (4, "--tp 4 --ep 2 --sp"),
-    (4, "--tp 2 --dp 2 --ep 4 --zero 0"),
-    (4, "--tp 2 --dp 2 --ep 4 --zero 3 --sp"),
-    (4, "--dp 4 --ep 2 --zero 2 --replicate 4"),
-    (8, "--dp 2 --cp 2 --ep 2 --pp 2"),
-    (8, "--dp 8 --zero 3 --replicate 2 --ep 2"),  # HSDP, as in Solar Open, and experts in pairs
-    (8, "--tp 2 --pp 2 --dp 2 --ep 4"),  # the axes of NVIDIA's Mixtral
-]
-
-
-@functools.cache
-def reference_moe(flags, factor=None):
-    """Return the result of train_plainly() for a GPT with a loop over experts."""
-    score, top_k, shared, losses, places, *groups = (MOE | ON_NODES)[flags]
-    mixture = lambda: TimeFirstMoE(16, 4, top_k, score, shared, factor, losses, *groups)
-    model = plain_gpt(4, 16, 4, T, V, mlp=lambda i: mixture() if i in places else None)
-    return train_plainly(model, bias_rate=0.001 * (score == "sigmoid"))
-
-
-def _assert_trains_as_a_loop_does(world_size, flags, mixture, factor=None):
-    capacity = "" if factor is None else f"--capacity-factor {factor}"
-    flags = f"{MOE_SIZES} {mixture} {capacity} {flags}"
-    ranks = run(world_size, _train, flags, torch.float64)
-    _assert_all_alike(ranks, reference_moe(mixture, factor), 1e-10, 1e-8, 1e-8)
-
-
-LAYOUTS_ON_NODES = [
-    (4, "--dp 2 --cp 2 --ep 4 --microbatches 1"),
-    (8, "--pp 2 --dp 4 --ep 4 --schedule dualpipe --microbatches 4 --recompute full"),
-    (2, "--dp 2 --ep 2 --microbatches 1"),
-    (8, "--tp 2 --sp --dp 4 --ep 4 --zero 1 --microbatches 1 --recompute full"),
-    (8, "--pp 2 --dp 2 --cp 2 --ep 2 --schedule zb-h1 --microbatches 1"),
-]
-MIXED = [(*row, mixture) for row in MOE_LAYOUTS for mixture in MOE]
-NODES = [(*row, mixture) for mixture in ON_NODES for row in LAYOUTS_ON_NODES]
-NODES = [row for row in NODES if row[2] != AUX_ON_NODES or "--microbatches 1" in row[1]]
-EXPERTS = [(n, f"{flags} --microbatches 1", mixture) for n, flags, mixture in MIXED] + NODES
+    assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +51,7 @@ EXPERTS = [(n, f"{flags} --microbatches 1", mixture) for n, flags, mixture in MI
     soak_but(lambda i, row: i % (2 if row[0] < 4 else 17) == 0, EXPERTS),
 )
 def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mixture):
-    _assert_trains_as_a_loop_does(world_size, flags, mixture)
+    assert_trains_as_a_loop_does(world_size, flags, mixture)
 
 
 OF_EXPERTS = ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "zb-h1 --recompute-layers 2"]
@@ -314,12 +60,12 @@ OF_EXPERTS = ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "zb-h1 --recom
 @pytest.mark.parametrize("schedule", soak_but(lambda i, _: i in (3, 5), zip(OF_EXPERTS)))
 def test_experts_train_in_every_schedule_and_count_each_microbatch_once(schedule):
     flags = f"--pp 2 --dp 2 --ep 2 --microbatches 4 --schedule {schedule} --recompute full"
-    _assert_trains_as_a_loop_does(4, flags, "--balance bias --top-k 3 --shared-experts 1")
+    assert_trains_as_a_loop_does(4, flags, "--balance bias --top-k 3 --shared-experts 1")
 
 
 def test_a_capacity_drops_tokens_in_every_layer_with_experts():
     mixture = "--balance none --top-k 1 --moe-every 2"
-    _assert_trains_as_a_loop_does(2, "--pp 2 --microbatches 1", mixture, factor=0.75)
+    assert_trains_as_a_loop_does(2, "--pp 2 --microbatches 1", mixture, factor=0.75)
     assert all(dropped > 0.1 for *_, dropped in reference_moe(mixture, 0.75)[0])
 
 
@@ -332,7 +78,7 @@ def test_balance_losses_are_means_over_microbatches_in_any_layout():
     layouts = (1, ""), (2, "--pp 2 --schedule dualpipe"), (4, "--tp 2 --cp 2 --ep 2")
     for world_size, flags in layouts:
         flags = f"{MOE_SIZES} --balance aux --microbatches 4 {flags}"
-        (((*_, balance, z),), (found,), _), *_ = run(world_size, _train, flags, torch.float64, 1)
+        (((*_, balance, z),), (found,), _), *_ = run(world_size, train, flags, torch.float64, 1)
         assert_alike(found, training.gradients, 1e-9)
         np.testing.assert_allclose([balance, z], np.mean(metrics, 0)[-2:], rtol=1e-11)
 
@@ -469,7 +215,7 @@ def test_recomputation_replays_the_masks_of_every_rank(flags):
 @pytest.mark.parametrize("pp, schedule", [(1, "1f1b"), (2, "zb-h1")])
 def test_every_gradient_in_bf16_is_close_to_that_in_fp32(pp, schedule):
     flags = f"--dtype bf16 --pp {pp} --schedule {schedule} --microbatches 8"
-    ([(loss, *_)], (found,), _), *_ = run(pp, _train, flags, torch.float32, 1)
+    ([(loss, *_)], (found,), _), *_ = run(pp, train, flags, torch.float32, 1)
     results, gradients, _ = reference(torch.float32)
     assert loss == pytest.approx(results[0][0], rel=5e-3)
     assert_alike(found, gradients[0], 0.05)
@@ -753,20 +499,6 @@ def test_evaluation_does_not_depend_on_the_layout(model, layouts):
     for world_size, flags in layouts:
         for found, _, _ in run(world_size, _evaluate, f"{model} {flags}"):
             assert found == pytest.approx(loss, rel=1e-12), flags
-
-
-def train_on_text(flags, folder, batches=3):
-    """Train on a text with enough tokens for `batches` batches; return rank 0's metrics."""
-    torch.set_default_dtype(torch.float64)
-    text, metrics = folder / "text", folder / "metrics"
-    if dist.get_rank() == 0:
-        tokens = np.random.default_rng(1).integers(1, V, 10 * (batches * BATCH * T + 40))
-        text.write_bytes(bytes(tokens.astype(np.uint8)))
-    dist.barrier()
-    words = f"{FLAGS} --sample 0 --data {text} --metrics {metrics} {flags}".split()
-    hybrid.train(hybrid.parse(words, dist.get_world_size()), torch.device("cpu"))
-    lines = metrics.read_text().splitlines() if dist.get_rank() == 0 else []
-    return [json.loads(line) for line in lines]
 
 
 def _watch_the_loop(folder, flags):

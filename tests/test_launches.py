@@ -7,7 +7,7 @@ aligned to 16 bytes byte by byte. While the host waits for the device, it launch
 import pytest
 
 import fake_cuda
-from test_hybrid import soak_but
+from layouts import soak_but
 
 SMALL = "--hidden 1024 --heads 8 --seq-len 1024 --batch-size 8"
 COMMON = "--dtype bf16 --vocab-size 50304"

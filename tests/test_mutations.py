@@ -22,16 +22,10 @@ import sequence_parallel
 import tensor_parallel
 import verify
 import zero
+from faults import own_in_backward, own_part, put, unseen_by_autograd, without_reduction
 from ranks import on_ranks, run
 
 MODULES = hybrid, tensor_parallel, sequence_parallel, expert_parallel, zero
-IN_BACKWARD = torch._C._current_graph_task_id  # returns -1 outside backward
-
-
-def put(owner, name, wrong):
-    """Replace owner.name by wrong(owner.name)."""
-    return lambda: patch.object(owner, name, wrong(getattr(owner, name)))
-
 
 def everywhere(name, wrong):
     """Replace what all modules import under this name by wrong(it)."""
@@ -44,12 +38,6 @@ def everywhere(name, wrong):
         return stack
 
     return patched
-
-
-def without_reduction(module, is_it):
-    """Make the module's all_reduce() do nothing for tensors for which is_it() is true."""
-    left_out = lambda right: lambda t, *a, **k: None if is_it(t, *a) else right(t, *a, **k)
-    return put(module, "all_reduce", left_out)
 
 
 def with_arguments(name, **changes):
@@ -81,19 +69,6 @@ def own_targets(right):
     return lambda self, *tokens: shifted(*right(self, *tokens))
 
 
-def own_in_backward(right):
-    """In backward, receive what this rank itself sends."""
-
-    def exchange(sends, receives, *rest, **options):
-        if IN_BACKWARD() < 0:
-            return right(sends, receives, *rest, **options)
-        for (sent, _), (received, _) in zip(sends, receives):
-            received.copy_(sent)
-        return SimpleNamespace(wait=lambda: None)
-
-    return exchange
-
-
 def when_clipping(**changes):
     """Change attributes of a trainer while it clips: {name: function of the trainer}."""
 
@@ -118,16 +93,6 @@ def head_counts(right):
             return right(self)
 
     return clip
-
-
-def own_part(output, input, group=None, **options):
-    rank, world_size = collectives.rank_and_size(group)
-    output.copy_(input.reshape(world_size, *output.shape)[rank])
-    return SimpleNamespace(wait=lambda: None)
-
-
-def unseen_by_autograd(right):
-    return lambda x, *a, **k: right(x.detach(), *a, **k) + 0 * x.sum()
 
 
 def with_biased_weights(right):

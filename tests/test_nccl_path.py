@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 import hybrid
-import test_hybrid
+import layouts
 from collectives import exchange
 from gpu_counts import nccl_over_gloo
+from layouts import EVERY_LAYOUT, MIXED, NODES, soak_but
 from ranks import RanksFailed, run, spawn
-from test_hybrid import EVERY_LAYOUT, MIXED, NODES, soak_but
 
 
 def _as_on_nccl(function, *arguments):
@@ -26,7 +26,7 @@ def _as_on_nccl(function, *arguments):
 def on_nccl(monkeypatch):
     """Make test_hybrid run its ranks through NCCL's branches of the code."""
     call = lambda world_size, function, *args: run(world_size, _as_on_nccl, function, *args)
-    monkeypatch.setattr(test_hybrid, "run", call)
+    monkeypatch.setattr(layouts, "run", call)
 
 
 def _several(rows):
@@ -37,7 +37,7 @@ def _several(rows):
 
 @pytest.mark.parametrize("world_size, flags", _several(EVERY_LAYOUT))
 def test_every_layout_trains_as_one_process_does(on_nccl, world_size, flags):
-    test_hybrid._assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
+    layouts.assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
 
 
 MIXTURES = [(n, f"{flags} --microbatches 1", mixture) for n, flags, mixture in MIXED] + NODES
@@ -45,7 +45,7 @@ MIXTURES = [(n, f"{flags} --microbatches 1", mixture) for n, flags, mixture in M
 
 @pytest.mark.parametrize("world_size, flags, mixture", _several(MIXTURES))
 def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(on_nccl, world_size, flags, mixture):
-    test_hybrid._assert_trains_as_a_loop_does(world_size, flags, mixture)
+    layouts.assert_trains_as_a_loop_does(world_size, flags, mixture)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def on_nodes(monkeypatch):
     def call(world_size, function, *args):
         return run(world_size, _on_nodes, 1 if world_size < 4 else 2, function, *args)
 
-    monkeypatch.setattr(test_hybrid, "run", call)
+    monkeypatch.setattr(layouts, "run", call)
 
 
 def _on_nodes(local_world_size, *call):
@@ -78,7 +78,7 @@ ACROSS = [
 
 @pytest.mark.parametrize("world_size, flags", soak_but(lambda i, _: i < 3, ACROSS))
 def test_layouts_that_span_nodes_train_as_one_process_does(on_nodes, world_size, flags):
-    test_hybrid._assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
+    layouts.assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
 
 
 # ---- the emulation itself ------------------------------------------------------------------------

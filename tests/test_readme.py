@@ -33,7 +33,7 @@ def _world_size(words):
 
 
 def test_results_have_the_numbers_that_are_counted_now():
-    assert claims.RESULTS.read_text() == claims.text(), "python tests/claims.py --write"
+    assert claims.RESULTS.read_text() == claims.text(), "python tests/tools/claims.py --write"
 
 
 def test_each_claim_agrees_with_its_count_and_names_its_test():
@@ -76,9 +76,9 @@ def test_every_command_names_a_file_and_has_valid_flags():
         flags = words[words.index("hybrid.py") + 1 :]
         assert hybrid.parse(flags, _world_size(words)).world_size == _world_size(words)
     for words in COMMANDS:
-        if "tests/bench.py" in words:
+        if "tests/tools/bench.py" in words:
             assert set(words[2:]) <= {*bench.BENCHMARKS}
-        if "tests/plan.py" in words:
+        if "tests/tools/plan.py" in words:
             assert plan.parse(words[2:])
     named = {word for words in COMMANDS for word in words if word.endswith(".py")}
     assert all((PROJECT / name).is_file() for name in named)

@@ -13,9 +13,9 @@ import rehearse
 from collectives import all_reduce, observe
 from expert_parallel import Router
 from gpu_counts import nccl_over_gloo
+from layouts import soak_but
 from ranks import run
 from tensor_parallel import attention
-from test_hybrid import soak_but
 from trace import axes_of
 
 SIZES = "--layers 2 --hidden 32 --heads 4 --seq-len 32 --vocab-size 67 --batch-size 16"

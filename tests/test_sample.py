@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import hybrid
 from collectives import gather_objects
+from layouts import FLAGS, T, V, make_trainer, own_batch, soak_but, train_on_text
 from pipeline import SCHEDULES
 from ranks import on_ranks, run
 from reference_gpt import reference_gpt
-from test_hybrid import FLAGS, T, V, make_trainer, own_batch, soak_but, train_on_text
 from verify import gathered
 
 PROMPT = [5, 0, 66]

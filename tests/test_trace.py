@@ -11,8 +11,8 @@ import torch.distributed as dist
 import hybrid
 import trace
 from collectives import count_bytes, observe
+from layouts import soak_but
 from ranks import run
-from test_hybrid import soak_but
 
 SIZES = "--layers 4 --hidden 32 --heads 4 --seq-len 12 --vocab-size 67 --batch-size 24"
 LAYOUTS = """processes | flags | lanes

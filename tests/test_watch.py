@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import hybrid
+from layouts import BATCH, T, make_trainer, own_batch, soak_but, train_on_text
 from ranks import on_ranks
 from reference_gpt import reference_gpt
-from test_hybrid import BATCH, T, make_trainer, own_batch, soak_but, train_on_text
 
 LAYOUTS = """processes | flags
 1 | --dp 1

@@ -1,6 +1,6 @@
 """Show where the time of a training step goes: trace the last of three, or --steps, on all ranks.
 
-    torchrun --nproc-per-node 8 tests/trace.py FILE --tp 2 --pp 2 --microbatches 4
+    torchrun --nproc-per-node 8 tests/tools/trace.py FILE --tp 2 --pp 2 --microbatches 4
 
 Open FILE in https://ui.perfetto.dev. Each rank is a process. Its lane "compute" shows the actions
 of the pipeline (F3 is the forward of microbatch 3) with the waits below them. Each axis (tp, cp,
@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "tools")]
 
 import torch
 import torch.distributed as dist

@@ -1,13 +1,13 @@
 """Compare what a change of the code must not move with another commit, in ten layouts.
 
-    python tests/record.py                 the working tree beside HEAD
-    python tests/record.py 6d58fdf         the working tree beside that commit
+    python tests/tools/record.py                 the working tree beside HEAD
+    python tests/tools/record.py 6d58fdf         the working tree beside that commit
 
 bits      of the losses, the gradient norms and the final weights of 20 steps; if they differ,
           the first step that does, and the largest relative difference of the 20
 bytes     that each rank sends in a step
 batches   of messages that each rank would launch on NCCL in a step, and waits of the host
-memory    what `tests/rehearse.py` prints for the layout
+memory    what `tests/tools/rehearse.py` prints for the layout
 
 A tree is recorded by its own modules and its own instruments. The status is 1 if anything differs.
 """

@@ -48,7 +48,7 @@ from _pytest.config import default_plugins, get_config
 import collectives
 from collectives import schedule_as_batch
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 GRACE = 1.0  # seconds in which the other ranks may report after one has failed
 LATE = 0.1  # seconds by which a death may be noticed after the errors that it causes on other ranks
 

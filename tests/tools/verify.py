@@ -1,14 +1,14 @@
 """Does a layout of hybrid.py compute what one process does? The first thing to run on a cluster.
 
-    torchrun --nproc-per-node 8 tests/verify.py                      24 layouts of 8 processes
-    torchrun --nproc-per-node 8 tests/verify.py --dtype bf16         the same in bf16
-    torchrun --nproc-per-node 8 tests/verify.py --tp 2 --pp 2 --sp   one layout; flags of hybrid.py
-    python tests/verify.py --sums                                    the sums that layouts need
+    torchrun --nproc-per-node 8 tests/tools/verify.py                24 layouts of 8 processes
+    torchrun --nproc-per-node 8 tests/tools/verify.py --dtype bf16   the same in bf16
+    torchrun --nproc-per-node 8 tests/tools/verify.py --tp 2 --sp    one layout; flags of hybrid.py
+    python tests/tools/verify.py --sums                              the sums that layouts need
 
 It runs on GPUs if the machine has one for each process. The initial weights are compared with those
-that tests/reference_gpt.py draws. Each layout then gets larger weights, with which attention is far
-from uniform, and takes two steps, which are compared with two steps of that file, in fp64, on the
-whole batch: loss, gradient norm, experts' load, every gradient after clipping, and every weight
+that reference_gpt.py draws. Each layout then gets larger weights, with which attention is far from
+uniform, and takes two steps, which are compared with two steps of that file, in fp64, on the whole
+batch: loss, gradient norm, experts' load, every gradient after clipping, and every weight
 after each step. One line for each layout shows the worst difference, where it is, and the flags:
 
     ok     1.8e-15  step 1 gradient transformer.h.6.ln_1.bias    --pp 1 --dp 8 --cp 1 --tp 1 ...
@@ -41,7 +41,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "tools")]
 
 import numpy as np
 import torch

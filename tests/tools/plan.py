@@ -1,8 +1,8 @@
 """Find the fastest layouts of a model on a given number of GPUs, by the formulas of the papers.
 
-    python tests/plan.py --model llama3-405b --gpus 16384 --gpu h100
-    python tests/plan.py --gpus 64 --gpu a100 --layers 32 --hidden 4096 --heads 32 --seq-len 2048
-    python tests/plan.py --model llama3-70b --gpus 64 --gpu h100 --sweep batch-size
+    python tests/tools/plan.py --model llama3-405b --gpus 16384 --gpu h100
+    python tests/tools/plan.py --gpus 64 --gpu a100 --layers 32 --hidden 4096 --heads 32
+    python tests/tools/plan.py --model llama3-70b --gpus 64 --gpu h100 --sweep batch-size
 
 It prints the ten fastest combinations of degrees (tp, cp, pp, dp, ep), each with its fastest layout
 that fits into memory. The flags of hybrid.py give the model's sizes or fix a part of the layout. If
@@ -31,7 +31,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "tools")]
 
 import hybrid
 from expert_parallel import expert_parallel_bytes

@@ -1,7 +1,7 @@
 """Where would a step's time go on GPUs? A model's estimate for the real code, without a GPU.
 
-    python tests/gpu_time.py --gpus 8 --dtype bf16 --dp 8 --zero 3       flags of hybrid.py
-    python tests/gpu_time.py --gpus 8 --gpu a100 --json --trace FILE --dtype bf16 --tp 8 --sp
+    python tests/tools/gpu_time.py --gpus 8 --dtype bf16 --dp 8 --zero 3       flags of hybrid.py
+    python tests/tools/gpu_time.py --gpus 8 --gpu a100 --json --trace FILE --dtype bf16 --tp 8 --sp
 
 Rank 0 takes two steps on the pretended device of fake_cuda.py, and the second one is timed. The
 kernels, messages, events and waits are those of the real code. Their durations come from a model:
@@ -35,6 +35,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "tools")]
 
 import fake_cuda  # before torch, because it prepares a device for torch
 import torch

@@ -1,7 +1,7 @@
 """Convert GPT-2's weights between files of nanoGPT or Hugging Face and checkpoints of hybrid.py.
 
-    python tests/gpt2.py import FILE DIR [--heads N] [--seq-len T]
-    python tests/gpt2.py export DIR FILE
+    python tests/tools/gpt2.py import FILE DIR [--heads N] [--seq-len T]
+    python tests/tools/gpt2.py export DIR FILE
 
 import converts FILE to an fp32 checkpoint of step 0 and prints the command that trains it further,
 in any layout. FILE is a .safetensors file, or torch.save() has written it. Its weights are those of
@@ -20,7 +20,8 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "tools")]
 
 import torch
 import torch.distributed.checkpoint as dcp

@@ -1,6 +1,6 @@
 """Count the peak memory of one rank of any layout, and what it sends in a step, on one machine.
 
-    python tests/rehearse.py --gpus 16384 --rank 0 --model llama3-405b --tp 8 --pp 16 --dtype bf16
+    python tests/tools/rehearse.py --gpus 16384 --rank 0 --model llama3-405b --tp 8 --pp 16
 
 The Trainer of hybrid.py takes a step as that rank, in one process. Tensors have shapes but no
 memory, and messages are not sent. All ranks are assumed to have the same values, and all experts
@@ -29,7 +29,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "tools")]
 
 import numpy as np
 import torch

@@ -1,6 +1,6 @@
 """Time everything beside PyTorch's own: contenders take turns, and their medians are compared.
 
-    python tests/bench.py [subject] [--world-sizes 2 4 8] [--rounds 5]
+    python tests/tools/bench.py [subject] [--world-sizes 2 4 8] [--rounds 5]
 
 Without a subject, it runs all subjects that this machine supports, in about 10 minutes. "host" is
 the host's time for a batch of NCCL, without a GPU. "gpu" trains a GPT on one GPU and, if there are
@@ -27,7 +27,8 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "tools")]
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,6 @@
-"""Count all claims again: `python tests/claims.py` prints RESULTS.md, and --write rewrites it.
+"""Count all claims again.
+
+`python tests/tools/claims.py` prints RESULTS.md, and --write rewrites it.
 
 Each row of the first table has a formula from the literature, its value by plain arithmetic, the
 number that four ranks counted, and the test that checks the claim for all sizes.
@@ -13,7 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "tools")]
 
 import torch
 import torch.distributed as dist

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
-TESTS = Path(__file__).resolve().parent
-PROJECT = TESTS.parent
+SUPPORT = Path(__file__).resolve().parent
+PROJECT = SUPPORT.parents[1]
 TORCH = Path(importlib.util.find_spec("torch").origin).parent
 
 
@@ -40,7 +40,7 @@ def load(library):
 
 if "FAKE_CUDA" in os.environ:  # run() started this process
     load(os.environ["FAKE_CUDA"])
-sys.path[:0] = [str(PROJECT), str(TESTS)]
+sys.path[:0] = [str(PROJECT), str(SUPPORT), str(SUPPORT.parent / "tools")]
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ def build(folder):
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     library = Path(folder) / "libfake_cuda.so"
     command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}"]
-    command += [str(TESTS / "fake_cuda.cpp"), "-o", str(library)]
+    command += [str(SUPPORT / "fake_cuda.cpp"), "-o", str(library)]
     return library if compiler and subprocess.run(command, check=True) else None
 
 
@@ -92,7 +92,7 @@ def count(library, jobs, processes=2):
     options = {"timeout": 600, "stdout": subprocess.PIPE, "check": True}
 
     def of(part):
-        done = run(library, [str(TESTS / "fake_cuda.py")], input=pickle.dumps(part), **options)
+        done = run(library, [str(SUPPORT / "fake_cuda.py")], input=pickle.dumps(part), **options)
         return [Counts(**fields) for fields in pickle.loads(done.stdout)]
 
     with ThreadPoolExecutor(processes) as pool:
