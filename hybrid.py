@@ -94,8 +94,7 @@ from sequence_parallel import (
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
     VocabParallelEmbedding, attention, check_gradients_over_tp, column_parallel_linear,
-    mark_sum_over_tp, parameters_to_sum_over_tp, shards_of, sum_gradients_over_tp, views_in_whole,
-    vocab_parallel_cross_entropy,
+    mark_sum_over_tp, sum_gradients_over_tp, views_in_whole, vocab_parallel_cross_entropy,
 )
 from zero import AdamW, FullyShardedDataParallel
 
@@ -221,20 +220,6 @@ def collects_garbage_by_hand():
 
 
 # ---- one step ------------------------------------------------------------------------------------
-#
-# Where each parameter lives. A part is held by each rank of the group over which the parameter is
-# cut, and its gradient is summed over the ranks that hold the same part. Over these ranks ZeRO then
-# cuts what it cuts (see wrap()).
-#
-#     parameter                        cut over        its gradient is summed over
-#     wte, and lm_head, a copy of it   tp, by tokens   dp x cp; first and last stage
-#     c_attn, c_fc, with biases        tp, by rows     dp x cp
-#     c_proj.weight                    tp, by columns  dp x cp
-#     c_proj.bias, ln_*, wpe           nothing         dp x cp; with --sp tp
-#     router, shared experts           nothing         dp x cp; tp
-#     w_in, w_out of experts           ep, by experts  expert_dp_group; expert_tp_group
-#
-# In the norm a copy over tp counts on one rank, and lm_head's gradient not at all.
 
 
 class TrainingError(ValueError):
@@ -251,8 +236,8 @@ class Trainer:
     positions: the positions of each sequence that this rank holds.
     replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
     chunks: a GPT for each pipeline stage that this rank has; unique_chunks: those of one replica.
-    shards: {name: Shard} of the parameters that tp or ep splits.
-    experts, dense: the parameters of this rank's experts, and all others.
+    homes: the Home of all parameters but experts, and that of experts.
+    placements: a Placement for each parameter and buffer of this rank.
     mixtures: {row in sum_tallies(): MoE} of this rank's mixtures of experts.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
@@ -276,19 +261,16 @@ class Trainer:
         deferred = WeightGradStore()
         self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
         self.unique_chunks = self.chunks[:1] if self.replicated else self.chunks
-        self.shards = {}
+        self.homes = homes_of(mesh)
+        self.placements = on_all_ranks(place, self.chunks, self.homes, self.replicated)
+        initialize(self.placements, args.seed)
         self.mixtures = {}
-        self.experts = []
         for chunk in self.chunks:
-            self.shards |= shards_of(chunk)
             for i, layer in chunk.transformer["h"].items():
                 if isinstance(layer.mlp, MoE):
                     self.mixtures[int(i) // args.moe_every] = layer.mlp
-                    self.experts += layer.mlp.experts.parameters()
-        experts = set(self.experts)
-        self.dense = [p for chunk in self.chunks for p in chunk.parameters() if p not in experts]
-        self.stages = wrap(args, mesh, self.chunks, self.experts)
-        self.optimizer = make_optimizer(args, self.dense + self.experts)
+        self.stages = wrap(args, self.homes, self.chunks, self.placements)
+        self.optimizer = make_optimizer(args, self.parameters())
         require_elementwise(args, self.optimizer)
         rows = args.batch_size // (args.dp * args.microbatches)
         shape = len(self.chunks[0].positions), rows, args.hidden  # of a microbatch's activations
@@ -300,6 +282,15 @@ class Trainer:
         # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all of them
         options |= {"defer": deferred, "sync_each": args.zero > 1}
         self.pipeline = Pipeline(self.stages, schedule, self.loss, **options)
+
+    def parameters(self, home=None):
+        """Return this rank's parameters, or ZeRO's pieces of them: all, or those of one Home."""
+        rows = [row for row in self.placements if not row.is_buffer]
+        return [row.tensor for row in rows if home is None or row.home is home]
+
+    def originals(self):
+        """Return the Placements that are not copies: what is saved and counted."""
+        return [row for row in self.placements if not row.is_copy]
 
     def step(self, inputs, targets):
         """Take one optimizer step on this rank's inputs and targets, (batch_size / dp, seq_len).
@@ -374,22 +365,19 @@ class Trainer:
 
     def loss(self, logits, targets, num_tokens):
         """Return a microbatch's part of the loss: sum of its token losses / tokens of the batch."""
-        (start,) = (chunk.lm_head.start for chunk in self.chunks if chunk.is_last)
+        (start,) = (chunk.vocab_start for chunk in self.chunks if chunk.is_last)
         arguments = logits.flatten(0, 1), targets.t().flatten(), start, IGNORE_INDEX
         losses = vocab_parallel_cross_entropy(*arguments, self.mesh.tp_group, inplace=True)
         return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):
         """Sum the gradients of a weight's copies where each copy has only part of the gradient."""
-        marked = {p for chunk in self.chunks for p in parameters_to_sum_over_tp(chunk)}
-        groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
-        for parameters, group in groups:
-            parameters = [parameter for parameter in parameters if parameter in marked]
-            sum_gradients_over_tp(parameters, group, check=not self.has_stepped)
+        for home in self.homes:
+            own = [row.tensor for row in self.placements if row.sum_over_tp and row.home is home]
+            sum_gradients_over_tp(own, home.tp_group, check=not self.has_stepped)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
-        weights = [chunk.tied_weight() for chunk in self.chunks]
-        tied = [weight.grad for weight in weights if weight is not None]
+        tied = [row.tensor.grad for row in self.placements if row.is_tied]
         if len(tied) == 2:  # embedding and head are on the same rank
             tied[0].add_(tied[1])
             tied[1].copy_(tied[0])
@@ -398,12 +386,25 @@ class Trainer:
 
     def clip_gradients(self):
         """Scale all gradients so that their norm is at most grad_clip. Return the norm they had."""
-        chunks, experts = self.unique_chunks, set(self.experts)
-        norm = norm_of_gradients(chunks, experts, self.shards, self.mesh, self.args.zero > 0)
+        norm = self.norm_of_gradients()
         if self.args.grad_clip > 0:
-            gradients = [parameter.grad for parameter in self.dense + self.experts]
+            gradients = [parameter.grad for parameter in self.parameters()]
             clip_grads_with_norm_(gradients, self.args.grad_clip, norm)
         return norm
+
+    def norm_of_gradients(self):
+        """Return the norm of the model's gradients, in which each weight counts once."""
+        norms = []
+        for home in self.homes:
+            own = [row for row in self.placements if row.home is home and not row.is_buffer]
+            counted = [row.tensor.grad for row in own if row.counts]
+            # squares are summed over ranks with different elements: ZeRO's shards, then parts
+            groups = [home.shard_group] if self.args.zero else []
+            groups.append(home.split_group)
+            nothing = torch.zeros(0, device=self.device)  # a rank that counts nothing takes part
+            if own or not norms:
+                norms.append(get_total_norm([nothing, *counted], groups=groups))
+        return get_total_norm(norms, groups=[self.mesh.pp_group])
 
     def update(self, rate, tallies, is_finite):
         """Update weights and the routers' biases if is_finite, a tensor on the device, is true."""
@@ -446,30 +447,6 @@ def seed_dropout(seed, step, mesh):
     place = dist.get_rank(mesh.dp_cp_group), dist.get_rank(mesh.pp_group)
     sequence = np.random.SeedSequence([seed, step, *place])
     torch.manual_seed(int(sequence.generate_state(1)[0]))
-
-
-def norm_of_gradients(chunks, experts, shards, mesh, is_sharded):
-    """Return the norm of the model's gradients. Each weight counts once. Collective.
-
-    A weight that is copied on all ranks of tp counts on the first of them. The tied weight counts
-    where it is the embedding. chunks must not include DualPipe's second replica.
-    """
-    of_experts = []
-    others = [torch.zeros(0, device=chunks[0].positions.device)]  # in case there are no others
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            is_first_copy = name in shards or dist.get_rank(mesh.tp_group) == 0
-            if parameter in experts:
-                of_experts.append(parameter.grad)
-            elif is_first_copy and name != "lm_head.weight":
-                others.append(parameter.grad)
-    # squares are summed over ranks with different elements: ZeRO's shards, then parts of tp or ep
-    groups = [mesh.shard_group, mesh.tp_group] if is_sharded else [mesh.tp_group]
-    norms = [get_total_norm(others, groups=groups)]
-    if of_experts:
-        groups = [mesh.expert_shard_group, mesh.ep_group] if is_sharded else [mesh.ep_group]
-        norms.append(get_total_norm(of_experts, groups=groups))
-    return get_total_norm(norms, groups=[mesh.pp_group])
 
 
 @torch.no_grad()
@@ -543,37 +520,40 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
                 attention_fn=cp_fn if args.cp > 1 else attention, moe=partial(make_moe, args, mesh),
             )  # fmt: skip
         chunk.to_empty(device=device)
-        initialize(chunk, args.layers, args.seed)
         chunks.append(chunk)
     return chunks
 
 
-def wrap(args, mesh, chunks, experts):
+def wrap(args, homes, chunks, placements):
     """Wrap the chunks so that their gradients are summed over dp x cp, by DDP or by ZeRO.
 
     With bf16, a weight's gradient from one microbatch is rounded to bf16. These gradients are then
     summed in fp32, over microbatches and over ranks. A router's weight is in fp32 everywhere.
     """
     options = {"gradient_divide_factor": 1, "wait_in_backward": False}
+    dense, experts = homes
+    weights = [row for row in placements if not row.is_buffer]
+    of_experts = [row for row in weights if row.home is experts]
     if not args.zero:
-        options |= {"process_group": mesh.dp_cp_group, "broadcast_buffers": False}
-        options |= {"groups": dict.fromkeys(experts, mesh.expert_dp_group)}
+        options |= {"process_group": dense.dp_group, "broadcast_buffers": False}
+        options |= {"groups": {row.tensor: row.home.dp_group for row in of_experts}}
         options |= {"gradient_as_bucket_view": True}  # no gradient is used after its step
         return [DistributedDataParallel(chunk, **options) for chunk in chunks]
     if args.dtype == "bf16":
         options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    options |= {"process_group": mesh.shard_group, "replicate_group": mesh.replicate_group}
-    groups = mesh.expert_shard_group, mesh.expert_replicate_group
-    options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
+    options |= {"process_group": dense.shard_group, "replicate_group": dense.replicate_group}
+    groups = {row.tensor: (row.home.shard_group, row.home.replicate_group) for row in of_experts}
+    options |= {"groups": groups, "under_way": deque()}
+    # With ZeRO, sum_shared_gradients() sums shards, so copies of a weight must be cut alike. Where
+    # a weight is cut depends on the others in its flat tensor. So weights that tp splits (some
+    # unevenly) and the tied weight (which two stages have) share a separate flat tensor. Experts
+    # need none, since ep divides them evenly.
+    is_apart = lambda row: row.is_tied or (args.tp > 1 and row.shard is not None)
+    apart = {row.tensor for row in weights if is_apart(row)}.difference(groups)
     stages = []
     for chunk in chunks:
-        # With ZeRO, sum_shared_gradients() sums shards, so copies of a weight must be cut alike.
-        # Where a weight is cut depends on the others in its flat tensor. So weights that tp splits
-        # (some unevenly) and the tied weight (which two stages have) share a separate flat tensor.
-        apart = [m.weight for m in chunk.modules() if isinstance(m, VocabParallelEmbedding)]
-        if args.tp > 1:
-            apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
-        options["apart"] = set(apart).difference(experts)  # ep divides them evenly
+        own = set(chunk.parameters())
+        options["apart"] = apart & own
         options["own_dtype"] = [m.weight for m in chunk.modules() if isinstance(m, Router)]
         units = chunk.transformer["h"].values()
         stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
@@ -749,6 +729,141 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     }
 
 
+# ---- where each parameter lives ------------------------------------------------------------------
+#
+# Each rank of the group over which a parameter is split holds a part of it, and the part's gradient
+# is summed over the ranks that hold the same part. Over these ranks ZeRO then cuts what it cuts.
+#
+#     parameter                        split over      its gradient is summed over
+#     wte, and lm_head, a copy of it   tp, by tokens   dp x cp; first and last stage
+#     c_attn, c_fc, with biases        tp, by rows     dp x cp
+#     c_proj.weight                    tp, by columns  dp x cp
+#     c_proj.bias, ln_*, wpe           nothing         dp x cp; with --sp tp
+#     router, shared experts           nothing         dp x cp; tp
+#     w_in, w_out of experts           ep, by experts  expert_dp_group; expert_tp_group
+#
+# Each fact is declared on the module that has the parameter: the part by set_shard(), the sum over
+# tp by mark_sum_over_tp(), the home and the initial value by declare(), a copy by GPT.copies.
+# place() collects them, and all that follows reads its Placements: initialize(), wrap(), the sums
+# and the norm of gradients, and checkpoints. tests/tools/placement.py prints them for any layout.
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """The groups of one kind of parameter. Experts have one Home, and all others have another.
+
+                       all others         experts
+    split_group        tp_group           ep_group                 together they hold all parts
+    tp_group           tp_group           expert_tp_group          ranks of tp with the same parts
+    dp_group           dp_cp_group        expert_dp_group          ranks of dp x cp with these
+    shard_group        shard_group        expert_shard_group       ZeRO cuts a part over these
+    replicate_group    replicate_group    expert_replicate_group   ranks with the same shard
+
+    A parameter that is not split has a copy on every rank of tp_group.
+    """
+
+    split_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    shard_group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where a parameter or buffer of this rank lives, and what it begins with.
+
+    name: in the whole model. A copy of a tied weight has the name of the original.
+    module, attribute: what holds it. ZeRO replaces the parameter there by this rank's piece of it.
+    chunk: the number of the chunk that has it.
+    initial: its initial value, see declare().
+    home: its Home. shard: the Shard that says which part this rank has, or None for all of it.
+    sum_over_tp: whether the gradient is summed over home.tp_group, see mark_sum_over_tp().
+    is_tied: whether embedding and head share it, so that two stages have it and sum its gradient.
+    is_copy: whether another chunk has the original, which counts in the norm and is saved.
+    is_buffer, is_saved: whether it is a buffer, and whether checkpoints hold it.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    chunk: int
+    initial: object
+    home: Home
+    shard: Shard | None
+    sum_over_tp: bool
+    is_tied: bool
+    is_copy: bool
+    is_buffer: bool
+    is_saved: bool
+
+    @property
+    def tensor(self):
+        return getattr(self.module, self.attribute)
+
+    @property
+    def counts(self):
+        """Whether this rank counts it in the norm: a part always, a copy over tp on one rank."""
+        is_first = dist.get_rank(self.home.split_group) == 0
+        return not self.is_copy and (self.shard is not None or is_first)
+
+
+class Normal(NamedTuple):
+    """An initial value: numbers from a normal distribution with mean 0."""
+
+    std: float = 0.02  # as in GPT-2
+
+
+def declare(module, is_expert=False, **initial):
+    """Say what place() needs to know of a module's own parameters and buffers. Return the module.
+
+    initial: {name: value}, where a value is a Normal, or a number for all elements.
+    is_expert: whether the module holds this rank's experts.
+    """
+    module.initial = initial
+    module.is_expert = is_expert
+    return module
+
+
+def homes_of(mesh):
+    """Return two Homes: that of all parameters but experts, and that of experts."""
+    dense = mesh.tp_group, mesh.tp_group, mesh.dp_cp_group, mesh.shard_group, mesh.replicate_group
+    of_experts = mesh.ep_group, mesh.expert_tp_group, mesh.expert_dp_group
+    of_experts += mesh.expert_shard_group, mesh.expert_replicate_group
+    return Home(*dense), Home(*of_experts)
+
+
+def place(chunks, homes, replicated):
+    """Return a Placement for each parameter and buffer of this rank's chunks.
+
+    homes: see homes_of().
+    replicated: whether the second chunk belongs to a second replica of the model. Raises ValueError
+    for a parameter or buffer without a declared initial value.
+    """
+    placements = []
+    for number, chunk in enumerate(chunks):
+        buffers = dict(chunk.named_buffers())
+        saved = chunk.state_dict()  # which lacks the buffers that are not persistent
+        for name in [*dict(chunk.named_parameters()), *buffers]:
+            path, _, attribute = name.rpartition(".")
+            module = chunk.get_submodule(path)
+            initial = getattr(module, "initial", {})
+            need(attribute in initial, f"{name} has no initial value: see declare()")
+            original = chunk.copies.get(name, name)
+            row = Placement(
+                name=original, module=module, attribute=attribute, chunk=number,
+                initial=initial[attribute],
+                home=homes[module.is_expert],
+                shard=getattr(module, "shards", {}).get(attribute),
+                sum_over_tp=attribute in getattr(module, "sums_over_tp", ()),
+                is_tied=original in chunk.copies.values(),
+                is_copy=name in chunk.copies or (replicated and number == 1),
+                is_buffer=name in buffers, is_saved=name in saved,
+            )  # fmt: skip
+            placements.append(row)
+    return placements
+
+
 # ---- model ---------------------------------------------------------------------------------------
 
 
@@ -802,6 +917,11 @@ class GPTConfig:
         """F, the inner width of the MLP and of every expert."""
         return self.ffn or 4 * self.hidden
 
+    @property
+    def into_residual(self):
+        """The initial value of a matrix whose products are added to the residual: 2 per layer."""
+        return Normal(0.02 / math.sqrt(2 * self.layers))
+
     def has_experts(self, layer):
         """Return whether this layer has experts in place of an MLP."""
         return self.experts > 0 and (layer + 1) % self.moe_every == 0
@@ -817,10 +937,13 @@ def _residual_dropout(module, x):
 class MLP(nn.Module):
     """A column-parallel layer to width F, GELU, and a row-parallel layer back to width D."""
 
-    def __init__(self, hidden, width, **options):
+    def __init__(self, config, **options):
         super().__init__()
-        self.c_fc = ColumnParallelLinear(hidden, width, **options)
-        self.c_proj = RowParallelLinear(width, hidden, **options)
+        sizes = config.hidden, config.mlp_width
+        self.c_fc = ColumnParallelLinear(*sizes, **options)
+        self.c_proj = RowParallelLinear(*reversed(sizes), **options)
+        declare(self.c_fc, weight=Normal(), bias=0.0)
+        declare(self.c_proj, weight=config.into_residual, bias=0.0)
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
@@ -843,10 +966,12 @@ class Block(nn.Module):
         attend = self.attend
         if config.recompute == "selective":
             attend = partial(recompute, self.attend)
-        self.ln_1 = nn.LayerNorm(config.hidden)
+        self.ln_1 = declare(nn.LayerNorm(config.hidden), weight=1.0, bias=0.0)
         self.attn = ParallelSelfAttention(*sizes, attend, **options)
-        self.ln_2 = nn.LayerNorm(config.hidden)
-        self.mlp = moe() if moe else MLP(config.hidden, config.mlp_width, **options)
+        declare(self.attn.c_attn, weight=Normal(), bias=0.0)
+        declare(self.attn.c_proj, weight=config.into_residual, bias=0.0)
+        self.ln_2 = declare(nn.LayerNorm(config.hidden), weight=1.0, bias=0.0)
+        self.mlp = moe() if moe else MLP(config, **options)
 
     def forward(self, x):
         x = x + _residual_dropout(self, self.attn(self.ln_1(x)))
@@ -868,7 +993,11 @@ class GPT(nn.Module):
 
     positions: the T positions of each sequence that this rank of cp holds.
     moe, options: passed on to Block, but moe only for layers with experts.
+    copies: {name of a copy: name of the original} of tied weights, whichever stages have them.
+    vocab_start: the first column of the logits of the last stage on this rank of tp.
     """
+
+    copies = {"lm_head.weight": "transformer.wte.weight"}
 
     def __init__(self, config, positions, tp_group, stage, num_stages, moe=None, **options):
         super().__init__()
@@ -878,19 +1007,24 @@ class GPT(nn.Module):
         self.defer = options.get("defer")
         self.random = options.get("random", nullcontext())
         self.set_positions(positions)
-        sizes = config.vocab_size, config.hidden
-        embedding = partial(VocabParallelEmbedding, *sizes, tp_group, config.sp)
+
+        def embedding():
+            sizes = config.vocab_size, config.hidden
+            return declare(VocabParallelEmbedding(*sizes, tp_group, config.sp), weight=Normal())
+
         self.transformer = nn.ModuleDict()
         if self.is_first:
             self.transformer["wte"] = embedding()
-            self.transformer["wpe"] = nn.Embedding(config.seq_len, config.hidden)
+            positions = nn.Embedding(config.seq_len, config.hidden)
+            self.transformer["wpe"] = declare(positions, weight=Normal())
         self.transformer["h"] = nn.ModuleDict()
         for i in layers_of(stage, num_stages, config):
             own_moe = moe if config.has_experts(i) else None
             self.transformer["h"][str(i)] = Block(config, moe=own_moe, group=tp_group, **options)
         if self.is_last:
-            self.transformer["ln_f"] = nn.LayerNorm(config.hidden)
+            self.transformer["ln_f"] = declare(nn.LayerNorm(config.hidden), weight=1.0, bias=0.0)
             self.lm_head = self.transformer["wte"] if self.is_first else embedding()
+            self.vocab_start = self.lm_head.start
         if config.sp:  # a rank's gradients of these modules cover its own tokens only
             for module in self.modules():
                 if isinstance(module, (nn.LayerNorm, nn.Embedding)):
@@ -919,12 +1053,6 @@ class GPT(nn.Module):
         if self.config.sp:
             rank, tp = rank_and_size(self.tp_group)
             self.positions = positions.chunk(tp)[rank]
-
-    def tied_weight(self):
-        """Return the weight of embedding or head if another stage has a copy, otherwise None."""
-        if self.is_first == self.is_last:
-            return None
-        return self.transformer["wte"].weight if self.is_first else self.lm_head.weight
 
 
 def layers_of(stage, num_stages, config):
@@ -988,6 +1116,11 @@ def make_moe(args, mesh):
     )  # fmt: skip
     shard = Shard(0, (args.experts,), mesh.ep_group)
     layer.experts.shards = {"w_in": shard, "w_out": shard}
+    declare(layer.experts, is_expert=True, w_in=Normal(), w_out=args.into_residual)
+    declare(layer.router, weight=Normal(), bias=0.0)
+    if layer.shared is not None:
+        declare(layer.shared[0], weight=Normal())
+        declare(layer.shared[2], weight=args.into_residual)
     return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
 
 
@@ -995,44 +1128,38 @@ def make_moe(args, mesh):
 
 
 @torch.no_grad()
-def initialize(model, layers, seed):
-    """Initialize this rank's part of every parameter, and zero the routers' biases (buffers)."""
-    shards = shards_of(model)
-    for name, parameter in model.named_parameters():
-        _, views = views_in_whole(parameter, parameter, shards.get(name))
-        name = name.replace("lm_head", "transformer.wte")  # the head is a copy of the embedding
-        for first_index, view in views.items():  # the index is 0 in all dims but the split one
-            view.copy_(initial_value(name, view.shape, layers, seed, max(first_index)))
-    for buffer in model.buffers():
-        buffer.zero_()
+def initialize(placements, seed):
+    """Give this rank's part of every parameter and buffer its initial value."""
+    for row in placements:
+        tensor = row.tensor
+        if not isinstance(row.initial, Normal):
+            tensor.fill_(row.initial)
+            continue
+        dim = row.shard.dim if row.shard else 0
+        _, views = views_in_whole(tensor, tensor, row.shard)
+        for first_index, view in views.items():
+            rows = view.movedim(dim, 0)  # those of a matrix that is split by columns are columns
+            rows.copy_(normal(rows.shape, row.initial.std, f"{seed} {row.name}", first_index[dim]))
 
 
-def initial_value(name, shape, layers, seed, offset=0):
-    """Return the rows of a parameter from row `offset` on, initialized as in GPT-2.
+def normal(shape, std, key, offset=0):
+    """Return the rows from `offset` on of a tensor of normally distributed numbers.
 
-    Each row has a random stream of its own, so that a rank draws only the rows that it holds. tp
-    splits a c_proj.weight by columns. There each column has a stream, and `offset` counts columns.
+    Each row has a random stream of its own, so that a rank draws only the rows that it holds. key:
+    a text on which the numbers depend. A row is what the first dim counts. Of tensors with three
+    dims, such as an expert's matrix, each row of the row has a stream.
     """
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if "ln_" in name:
-        return torch.ones(shape)
-    std = 0.02
-    if any(part in name for part in ("c_proj", "w_out", "shared.2")):
-        std /= math.sqrt(2 * layers)  # each layer adds two of these to the residual
-    by_column = name.endswith("c_proj.weight")
-    value = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32)
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    value = torch.empty(shape, dtype=torch.float32)
+    digest = hashlib.sha256(key.encode()).digest()
     philox = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
     generator = np.random.Generator(philox)
     state = philox.state
-    offset *= math.prod(value.shape[1:-1])  # from experts to rows in w_in, w_out
-    for number, row in enumerate(value.view(-1, value.shape[-1]).numpy(), offset):
+    offset *= math.prod(shape[1:-1])  # from experts to rows of their matrices
+    for number, row in enumerate(value.view(-1, shape[-1]).numpy(), offset):
         state["state"]["counter"][3] = number  # the highest of 4 words, so that rows never overlap
         philox.state = state
         generator.standard_normal(out=row, dtype=np.float32)
-    value.mul_(std)
-    return value.t() if by_column else value
+    return value.mul_(std)
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -1132,7 +1259,7 @@ def next_logits(trainer, pipeline, window, length):
     output = pipeline.step(row, row)  # (T, 1, V/tp), or None on ranks without the last stage
     logits = torch.zeros(trainer.args.vocab_size, dtype=torch.float64, device=trainer.device)
     if output is not None:
-        (start,) = (chunk.lm_head.start for chunk in trainer.unique_chunks if chunk.is_last)
+        (start,) = (chunk.vocab_start for chunk in trainer.unique_chunks if chunk.is_last)
         own = output[trainer.positions == len(window) - 1]  # (1, 1, V/tp), or empty with cp
         logits[start : start + output.shape[2]] = own.double().sum((0, 1))
     for group in trainer.mesh.tp_group, trainer.mesh.cp_group, trainer.mesh.pp_group:
@@ -1492,29 +1619,34 @@ class Boxes(torch.Tensor):
         return self.boxes[index.offset]
 
 
-def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
-    """Return {GPT-2's name: Boxes} of parameters and buffers. The head has the embedding's name.
+def boxes_of(placements, value=lambda tensor: tensor):
+    """Return {name in the whole model: Boxes} of parameters and buffers.
 
     value: maps a parameter or buffer to the tensor to save for it, or to None to leave it out.
-    chunks: the chunks to load. The default is what is saved: unique_chunks without the head.
     """
     result = {}
-    for chunk in chunks or trainer.unique_chunks:
-        for name, parameter in [*chunk.named_parameters(), *chunk.named_buffers()]:
-            tensor = value(parameter)
-            if tensor is not None and (chunks or name != "lm_head.weight"):
-                whole = views_in_whole(parameter, tensor, trainer.shards.get(name))
-                result[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *whole)
+    for row in placements:
+        tensor = value(row.tensor)
+        if row.is_saved and tensor is not None:
+            whole = views_in_whole(row.tensor, tensor, row.shard)
+            result[row.name] = Boxes(tensor.dtype, *whole)
     return result
 
 
-def state_of(trainer, chunks=None):
-    """Return {kind: boxes_of()} of weights and moments. Even with bf16, weights are in fp32."""
+def state_of(trainer, chunk=None):
+    """Return {kind: boxes_of()} of weights and moments. Even with bf16, weights are in fp32.
+
+    chunk: the number of the chunk to load. By default, it is what is saved, without copies.
+    """
+    if chunk is None:
+        placements = trainer.originals()
+    else:
+        placements = [row for row in trainer.placements if row.chunk == chunk]
     optimizer = trainer.optimizer.state
-    state = {"model": boxes_of(trainer, chunks=chunks)}
+    state = {"model": boxes_of(placements)}
     for kind in tensor_names(trainer.optimizer):
         moment = lambda weight: optimizer.get(weight, {}).get(kind)
-        state[kind] = boxes_of(trainer, moment, chunks)
+        state[kind] = boxes_of(placements, moment)
     return state
 
 
@@ -1566,7 +1698,7 @@ def create_optimizer_state(trainer, saved):
     state. It may change weights and moments, which are loaded after this. Raises ValueError if the
     optimizer keeps other state.
     """
-    weights = trainer.dense + trainer.experts
+    weights = trainer.parameters()
     gradients = [weight.grad for weight in weights]
     # one tensor for all weights, to save memory
     zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))
@@ -1791,8 +1923,8 @@ def resume(trainer, folder):
         adam |= {"numbers": {"step": float(trainer.steps_done)}}
         saved = run.setdefault("optimizer", adam)
         on_all_ranks(create_optimizer_state, trainer, saved, prefix=f"--checkpoint {path}: ")
-    for chunk in trainer.chunks:  # one by one, since embedding and head have one name
-        load = lambda: dcp.load(state_of(trainer, [chunk]), checkpoint_id=path)
+    for chunk in range(len(trainer.chunks)):  # since embedding and head have one name
+        load = lambda: dcp.load(state_of(trainer, chunk), checkpoint_id=path)
         on_all_ranks(load, prefix=f"--checkpoint {path}: ")
     found = differences(trainer, run)
     if dist.get_rank() == 0:
@@ -1961,8 +2093,8 @@ def check_copies(trainer):
 def fingerprints(trainer):
     """Return [(what, fingerprint)] for each part of the state that this rank holds."""
     parts, values = [], []
-    for chunk in trainer.chunks:
-        for kind, tensors in state_of(trainer, [chunk]).items():
+    for chunk in range(len(trainer.chunks)):
+        for kind, tensors in state_of(trainer, chunk).items():
             for name, tensor in tensors.items():
                 for first_index, box in tensor.boxes.items():
                     what = name if kind == "model" else f"{kind} of {name}"
@@ -2108,10 +2240,10 @@ class Log:
 def describe(trainer):
     """Return lines that say what the run consists of, much of it derived from the flags."""
     args = trainer.args
-    own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
+    own = boxes_of([row for row in trainer.originals() if not row.is_buffer])
     sizes = {name: whole.numel() for name, whole in own.items()}
     parameters = sum(ChainMap(*gather_objects(sizes)).values())  # each name counts once
-    of_ranks = gather_objects(sum(size_of_whole(p) for p in trainer.dense + trainer.experts))
+    of_ranks = gather_objects(sum(size_of_whole(p) for p in trainer.parameters()))
     model = f"{parameters:,} parameters in {args.dtype}"
     if args.dtype == "bf16":
         model += " (and in fp32, for the optimizer)"

@@ -92,7 +92,7 @@ def test_a_rank_whose_shards_are_only_padding_saves_and_resumes(tmp_path):
     flags = "--pp 3 --layers 1 --hidden 4 --heads 1 --kv-heads 1 --vocab-size 16 --seq-len 8"
     args = hybrid.parse(f"{FLAGS} {flags}".split(), 6)
     trainer, other = (hybrid.Trainer(args, hybrid.make_mesh(args), CPU) for _ in range(2))
-    held = sum(whole.boxes != {} for whole in hybrid.boxes_of(trainer).values())
+    held = sum(whole.boxes != {} for whole in hybrid.boxes_of(trainer.originals()).values())
     assert not all(gather_objects(held))
     tokens = torch.arange(BATCH * 8).view(BATCH, 8)[trainer.own_rows()] % 16
     trainer.step(tokens, tokens)
@@ -285,12 +285,12 @@ def test_a_step_that_is_not_finite_changes_no_weight_with_any_optimizer(tmp_path
         make = lambda args, parameters: OPTIMIZERS[name](parameters, args.lr)
         with patch.object(hybrid, "make_optimizer", make):
             trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
-        weights = [weight.clone() for weight in trainer.dense]
-        trainer.dense[-1].data.fill_(math.nan)
+        weights = [weight.clone() for weight in trainer.parameters()]
+        trainer.parameters()[-1].data.fill_(math.nan)
         tokens = torch.ones(BATCH, T, dtype=torch.long)
         with pytest.raises(hybrid.TrainingError, match="step 1 is not finite"):
             trainer.step(tokens, tokens)
-        assert all(map(torch.equal, trainer.dense[:-1], weights[:-1]))
+        assert all(map(torch.equal, trainer.parameters()[:-1], weights[:-1]))
 
 
 # ---- during training -----------------------------------------------------------------------------
@@ -574,7 +574,7 @@ def test_a_checkpoint_with_a_suffix_is_neither_resumed_from_nor_deleted(tmp_path
     with hybrid.Saver(trainer, tmp_path) as saver:
         for step, suffix in (1, ""), (2, ""), (3, ".unequal"), (3, ".unequal"):
             trainer.steps_done = step
-            trainer.optimizer.state.update({weight: {} for weight in trainer.dense})
+            trainer.optimizer.state.update({weight: {} for weight in trainer.parameters()})
             saver.save(suffix)
     kept = ["step_00000002", "step_00000003.unequal", "step_00000003.unequal.2"]
     assert _complete(tmp_path) == kept

@@ -6,7 +6,8 @@ import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,19 +87,41 @@ def test_balance_losses_are_means_over_microbatches_in_any_layout():
 # ---- the model and its state ---------------------------------------------------------------------
 
 
+@on_ranks(1)
 def test_initial_weights_depend_on_name_and_seed_and_are_gpt2s():
-    value = lambda name, seed, *shape: hybrid.initial_value(name, shape, 2, seed)
-    name, other = "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.weight"
-    full = value(name, 0, 256, 64)
-    values = [full, value(name, 1, 256, 64), value(other, 0, 256, 64)]
-    assert len(set(torch.cat(values).flatten().tolist())) > 0.99 * 3 * full.numel()
-    for name, p in ReferenceGPT(2, 64, 4, 64, 1000).named_parameters():
-        full = value(name, 0, *p.shape)
-        if full.ndim == 2:
+    flags = "--layers 2 --hidden 64 --heads 4 --vocab-size 1000"
+    trainers = [make_trainer(f"{flags} --seed {seed}") for seed in (0, 1)]
+    values, again = ({row.name: row.tensor.detach() for row in t.placements} for t in trainers)
+    drawn = {name: value for name, value in values.items() if value.ndim == 2}
+    assert len(drawn) == 2 + 2 * 4
+    numbers = torch.cat([*map(torch.flatten, drawn.values())])
+    numbers = torch.cat([numbers, *(again[name].flatten() for name in drawn)])
+    assert len(numbers.unique()) > 0.99 * len(numbers)
+    for name, value in values.items():
+        if value.ndim == 2:
             std = 0.01 if "c_proj" in name else 0.02
-            assert full.std().item() == pytest.approx(std, rel=0.05), name
+            assert value.std().item() == pytest.approx(std, rel=0.05), name
         else:
-            assert (full == (0 if name.endswith("bias") else 1)).all(), name
+            assert (value == (0 if name.endswith("bias") else 1)).all(), name
+
+
+@on_ranks(1)
+def test_a_parameter_or_buffer_whose_initial_value_is_not_declared_is_refused_by_name():
+    norm = torch.nn.LayerNorm
+    for attribute in "scale", "shift":
+
+        class Norm(norm):
+            def __init__(self, *sizes):
+                super().__init__(*sizes)
+                if attribute == "scale":
+                    self.scale = torch.nn.Parameter(torch.ones(3))
+                else:
+                    self.register_buffer("shift", torch.ones(3))
+
+        fault = rf"h\.0\.ln_1\.{attribute} has no initial value"
+        with patch.object(torch.nn, "LayerNorm", Norm):
+            with pytest.raises(hybrid.TrainingError, match=fault):
+                make_trainer("")
 
 
 @pytest.mark.parametrize("layers", [1, 4, 9])
@@ -552,17 +575,15 @@ def test_a_layer_that_is_not_marked_for_the_sum_over_tp_is_named_on_all_ranks(ze
     trainer = make_trainer(f"--tp 2 --sp --pp 2 --experts 4 --zero {zero}", torch.float64)
     trainer.step(*own_batch(trainer))
     hybrid.require_equal_gradients(trainer)
-    last = [chunk.transformer for chunk in trainer.chunks if chunk.is_last]
-    for name, find in (
-        ("ln_f.weight, transformer.ln_f.bias", lambda modules: modules["ln_f"]),
-        ("h.3.mlp.experts.w_in, .*", lambda modules: modules["h"]["3"].mlp.experts),
-    ):
-        modules = [find(chunk) for chunk in last]
-        with ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(patch.object(module, "sums_over_tp", ()))
-            trainer.step(*own_batch(trainer))
-        sentence = f"gradients of transformer.{name} differ between ranks of tp"
+    placements = trainer.placements
+    for names in ("ln_f.weight", "ln_f.bias"), ("h.3.mlp.experts.w_in", "h.3.mlp.experts.w_out"):
+        faulty = [f"transformer.{name}" for name in names]
+        trainer.placements = [
+            replace(row, sum_over_tp=row.sum_over_tp and row.name not in faulty)
+            for row in placements
+        ]
+        trainer.step(*own_batch(trainer))
+        sentence = f"gradients of {', '.join(faulty)} differ between ranks of tp"
         with pytest.raises(hybrid.TrainingError, match=sentence) as found:
             hybrid.require_equal_gradients(trainer)
         assert found.value.status == 1

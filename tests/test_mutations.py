@@ -53,10 +53,31 @@ def with_arguments(name, **changes):
     return put(hybrid, name, wrong)
 
 
-def with_mesh(**names):
-    """Make wrap() use one group of the mesh instead of another."""
-    others = lambda mesh: {name: getattr(mesh, other) for name, other in names.items()}
-    return with_arguments("wrap", mesh=lambda mesh: hybrid.Mesh(**vars(mesh) | others(mesh)))
+MESHES = []
+
+
+def known_mesh(right):
+    """Append each new mesh to MESHES, with a group of this rank alone."""
+
+    def make_mesh(args, *rest):
+        mesh = right(args, *rest)
+        mesh.alone = hybrid.make_group((dist.get_rank(),), timedelta(seconds=args.timeout))
+        MESHES.append(mesh)
+        return mesh
+
+    return make_mesh
+
+
+def with_home(number=0, **names):
+    """Give wrap() other groups of the mesh in the Home with this number, 1 for experts."""
+
+    def change(homes):
+        others = {name: getattr(MESHES[-1], other) for name, other in names.items()}
+        changed = list(homes)
+        changed[number] = replace(homes[number], **others)
+        return changed
+
+    return with_arguments("wrap", homes=change)
 
 
 def after(owner, name, action):
@@ -69,30 +90,10 @@ def own_targets(right):
     return lambda self, *tokens: shifted(*right(self, *tokens))
 
 
-def when_clipping(**changes):
-    """Change attributes of a trainer while it clips: {name: function of the trainer}."""
-
-    def wrong(right):
-        def clip(self):
-            with patch.multiple(self, **{name: f(self) for name, f in changes.items()}):
-                return right(self)
-
-        return clip
-
-    return put(hybrid.Trainer, "clip_gradients", wrong)
-
-
-def names_of(trainer):
-    return [name for chunk in trainer.chunks for name, _ in chunk.named_parameters()]
-
-
-def head_counts(right):
-    def clip(self):
-        rename = lambda chunk: ((f"{n}'", p) for n, p in nn.Module.named_parameters(chunk))
-        with patch.object(hybrid.GPT, "named_parameters", rename):
-            return right(self)
-
-    return clip
+def with_placements(change):
+    """Change Placements: change(row) is a dict of their new facts."""
+    return put(hybrid, "place",
+               lambda right: lambda *a: [replace(row, **change(row)) for row in right(*a)])
 
 
 def with_biased_weights(right):
@@ -121,22 +122,22 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "the loss reported is this replica's | 2 | --dp 2":
         without_reduction(hybrid, lambda t, *_: t.ndim == 0),
     "initial weights depend on the rank | 2 | --tp 2":
-        put(hybrid, "initial_value",
-            lambda right: lambda name, *a, **k: right(f"{dist.get_rank()}{name}", *a, **k)),
+        put(hybrid, "normal",
+            lambda right: lambda shape, std, key, *a:
+                right(shape, std, f"{dist.get_rank()} {key}", *a)),
     "norms are drawn like matrices | 1 | ":
-        put(hybrid, "initial_value",
-            lambda right: lambda name, *a: right(name.replace("ln_", "norm_"), *a)),
+        with_placements(lambda row: {"initial": {1: hybrid.Normal()}.get(row.initial, row.initial)}),
     "the warm-up begins a step late | 1 | ":
         put(hybrid, "learning_rate", lambda right: lambda step, args: right(step + 1, args)),
     "a rank numbers its rows from 0 | 2 | --tp 2":
-        put(hybrid, "initial_value", lambda right: lambda *a: right(*a[:4])),
+        put(hybrid, "normal", lambda right: lambda *a: right(*a[:3])),
     "the order of the data depends on the rank | 2 | --dp 2":
         put(hybrid.Data, "batch",
             lambda right: lambda self, step, B, T, seed, rows:
                 right(self, step, B, T, seed + (rows.start or 0), rows)),
     "gradients are summed over dp alone | 2 | --cp 2 --zero 0":
-        with_mesh(dp_cp_group="dp_group"),
-    "shards are summed over dp alone | 2 | --cp 2 --zero 2": with_mesh(shard_group="dp_group"),
+        with_home(dp_group="dp_group"),
+    "shards are summed over dp alone | 2 | --cp 2 --zero 2": with_home(shard_group="dp_group"),
     "replicas of shards are not summed | 2 | --dp 2 --zero 1 --replicate 2":
         put(hybrid, "FullyShardedDataParallel",
             lambda right: lambda *a, replicate_group, **k: right(*a, **k)),
@@ -160,11 +161,11 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "the sum of the exponentials is this rank's | 2 | --tp 2":
         without_reduction(tensor_parallel, lambda t, *_: t.ndim == 2 and len(t) == 2),
     "embedding and head keep gradients of their own | 2 | --pp 2":
-        put(hybrid.GPT, "tied_weight", lambda right: lambda self: None),
+        with_placements(lambda row: {"is_tied": False}),
     "DualPipe's replicas do not sum gradients | 2 | --pp 2 --schedule dualpipe --microbatches 4":
         put(hybrid, "sum_replicas", lambda right: lambda *a: None),
     "DualPipe's replicas count twice | 2 | --pp 2 --schedule dualpipe --microbatches 4":
-        when_clipping(unique_chunks=lambda trainer: trainer.chunks),
+        with_placements(lambda row: {"is_copy": row.is_copy and row.chunk == 0}),
     "balance losses are not divided by the microbatches | 1 | --experts 4 --microbatches 2":
         with_arguments("make_moe", args=lambda args: replace(args, microbatches=1)),
     "balance losses are those of this rank's tokens | 2 | --dp 2 --experts 4":
@@ -187,10 +188,10 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "autograd does not see the all-to-all of experts | 2 | --dp 2 --experts 4 --ep 2":
         everywhere("all_to_all_in_group", unseen_by_autograd),
     "gradients of different experts are summed | 2 | --dp 2 --experts 4 --ep 2 --zero 0":
-        with_mesh(expert_dp_group="dp_cp_group"),
+        with_home(1, dp_group="dp_cp_group"),
     "gradients of experts are averaged over ep | 2 | --dp 2 --experts 4 --ep 2":
         after(hybrid.Trainer, "sum_shared_gradients",
-            lambda self: [p.grad.div_(2) for p in self.experts]),
+            lambda self: [p.grad.div_(2) for p in self.parameters(self.homes[1])]),
     "loads are counted on this rank alone | 2 | --dp 2 --experts 4 --balance bias":
         without_reduction(hybrid, lambda t, *_: t.ndim == 2 and t.shape[1] == 7),
     "the router's bias enters the weights | 1 | --experts 4 --balance bias":
@@ -198,9 +199,9 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "the norm is that of this rank's shards | 2 | --tp 2":
         put(hybrid, "get_total_norm", lambda right: lambda tensors, groups: right(tensors)),
     "what all tp ranks hold counts once for each in the norm | 2 | --tp 2":
-        when_clipping(shards=names_of),
+        put(hybrid.Placement, "counts", lambda right: property(lambda row: not row.is_copy)),
     "the tied weight counts twice in the norm | 2 | --pp 2":
-        put(hybrid.Trainer, "clip_gradients", head_counts),
+        with_placements(lambda row: {"is_copy": False}),
     "weights gathered before the update are used after it | 2 | --dp 2 --zero 1":
         put(zero.FullyShardedDataParallel, "reshard", lambda right: lambda self: None),
 }
@@ -228,7 +229,7 @@ def worst(flags, dtype=torch.float64):
 def test_verify_rejects_every_mistake(mistake):
     flags, patched = mistake.split(" | ")[2], MUTATIONS[mistake]
     right, _ = worst(flags)
-    with patched():
+    with put(hybrid, "make_mesh", known_mesh)(), patched():
         wrong, where = worst(flags)
     bound = verify.BOUNDS["fp64"]
     assert right <= bound < wrong, f"right: {right:.1e}; wrong: {wrong:.1e} of {where}"
@@ -263,20 +264,6 @@ def test_in_bf16_a_wrong_scale_or_mask_of_attention_is_ten_times_over_the_bound(
 
 
 # ---- every parallel sum --------------------------------------------------------------------------
-
-MESHES = []
-
-
-def known_mesh(right):
-    """Append each new mesh to MESHES, with a group of this rank alone."""
-
-    def make_mesh(args, *rest):
-        mesh = right(args, *rest)
-        mesh.alone = hybrid.make_group((dist.get_rank(),), timedelta(seconds=args.timeout))
-        MESHES.append(mesh)
-        return mesh
-
-    return make_mesh
 
 
 def over(is_it, group, other="alone"):
@@ -355,9 +342,9 @@ SUMS = {  # {a sum in verify.sums_of(): patch without it}
     "exponentials of the logits, tp":
         without_reduction(tensor_parallel, lambda t, *_: t.ndim == 2 and len(t) == 2),
     "gradients of DualPipe's replicas, pp": put(hybrid, "sum_replicas", lambda right: lambda *a: 0),
-    "gradients of experts, DDP": with_mesh(expert_dp_group="alone"),
-    "gradients of experts, ZeRO": with_mesh(expert_shard_group="alone"),
-    "gradients of experts, copies of shards": with_mesh(expert_replicate_group="alone"),
+    "gradients of experts, DDP": with_home(1, dp_group="alone"),
+    "gradients of experts, ZeRO": with_home(1, shard_group="alone"),
+    "gradients of experts, copies of shards": with_home(1, replicate_group="alone"),
     "gradients of experts, tp": without_sum_over_tp(lambda shape: len(shape) == 3),
     "gradients of inputs, tp":
         without_reduction(tensor_parallel, lambda t, *_: t.ndim == 3 and IN_BACKWARD() >= 0),
@@ -368,12 +355,12 @@ SUMS = {  # {a sum in verify.sums_of(): patch without it}
     "gradients of routers, tp":
         put(hybrid, "make_moe", lambda right: lambda *a: without_mark(right(*a))),
     "gradients of the tied weight, pp":
-        put(hybrid.GPT, "tied_weight", lambda right: lambda self: None),
-    "gradients, DDP over cp": with_mesh(dp_cp_group="dp_group"),
-    "gradients, DDP over dp": with_mesh(dp_cp_group="cp_group"),
-    "gradients, ZeRO over cp": with_mesh(shard_group="dp_group"),
-    "gradients, ZeRO over dp": with_mesh(shard_group="cp_group"),
-    "gradients, copies of shards": with_mesh(replicate_group="alone"),
+        with_placements(lambda row: {"is_tied": False}),
+    "gradients, DDP over cp": with_home(dp_group="dp_group"),
+    "gradients, DDP over dp": with_home(dp_group="cp_group"),
+    "gradients, ZeRO over cp": with_home(shard_group="dp_group"),
+    "gradients, ZeRO over dp": with_home(shard_group="cp_group"),
+    "gradients, copies of shards": with_home(replicate_group="alone"),
     "loads of experts, cp": over(is_tally, "dp_cp_group", "dp_group"),
     "loads of experts, dp": over(is_tally, "dp_cp_group", "cp_group"),
     "loads of experts, tp": over(is_tally, "tp_group"),

@@ -96,7 +96,7 @@ def test_a_rank_of_8_holds_few_bytes_per_parameter_with_moments_in_bf16(zero, to
     flags = f"{SIZES} --hidden 256 --dp 8 --zero {zero} --dtype bf16 --moments bf16"
     trainer, held, _ = rehearse.rehearse(hybrid.parse(flags.split(), 8), 0)
     dist.destroy_process_group()
-    parameters = sum(math.prod(weight.whole_shape) for weight in trainer.dense)
+    parameters = sum(math.prod(weight.whole_shape) for weight in trainer.parameters())
     gradients = 4 if zero < 2 else 0.5
     found = (held["parameters"] + held["optimizer"]) / parameters + gradients
     assert found == pytest.approx(total, rel=0.01)
@@ -160,7 +160,7 @@ def test_a_step_sends_over_dp_and_pp_what_the_formulas_say(flags):
     trainer, _, sent = rehearse.rehearse(args, 1)
     claimed = rehearse.formulas(trainer)
     dist.destroy_process_group()
-    claimed["pp"] += trainer.replicated * sum(p.grad.nbytes for p in trainer.dense)
+    claimed["pp"] += trainer.replicated * sum(p.grad.nbytes for p in trainer.parameters())
     for axis in ("dp", "pp"):
         assert sent[axis]["sent"] == pytest.approx(claimed[axis], rel=1e-3)
 

@@ -111,7 +111,7 @@ def test_a_replica_that_has_diverged_is_infinitely_wrong():
     def diverge(trainer, *batch):
         metrics = step(trainer, *batch)
         with torch.no_grad():
-            trainer.dense[0].view(-1)[0] += 1e-15 * dist.get_rank()
+            trainer.parameters()[0].view(-1)[0] += 1e-15 * dist.get_rank()
         return metrics
 
     with patch.object(hybrid.Trainer, "step", diverge):

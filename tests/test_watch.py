@@ -178,7 +178,7 @@ COPIED = """processes | flags | rank with a flipped bit | what | rank it is comp
 def _flip_a_bit(trainer, what):
     """Flip the lowest bit of the last element of a weight, bias or moment that this rank holds."""
     *kind, name = what.split(" of ")
-    states = [hybrid.state_of(trainer, [chunk]) for chunk in trainer.chunks]
+    states = [hybrid.state_of(trainer, chunk) for chunk in range(len(trainer.chunks))]
     tensors = [state[(kind or ["model"])[0]] for state in states]
     (*_, whole) = [tensors_of[name] for tensors_of in tensors if name in tensors_of]
     (*_, box) = whole.boxes.values()

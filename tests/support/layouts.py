@@ -16,7 +16,7 @@ from pipeline import SCHEDULES
 from ranks import run
 from reference_gpt import MLP as ReferenceMLP
 from reference_gpt import MoE as ReferenceMoE
-from reference_gpt import ReferenceGPT, ReferenceTraining
+from reference_gpt import ReferenceGPT, ReferenceTraining, initial_values
 from verify import gathered
 
 STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 4, 32, 8, 12, 67
@@ -48,11 +48,11 @@ def own_batch(trainer, step=0):
 
 
 def plain_gpt(layers, *sizes, dtype=torch.float64, seed=3, **options):
-    """Return the oracle with hybrid's initial values."""
+    """Return the oracle with its initial values."""
     model = ReferenceGPT(layers, *sizes, **options).to(dtype)
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(hybrid.initial_value(name, p.shape, layers, seed))
+        for name, value in initial_values(model, seed).items():
+            model.get_parameter(name).copy_(value)
     return model
 
 

@@ -37,6 +37,7 @@ LAYOUTS = """processes | flags
 4 | --dp 2 --pp 2 --schedule dualpipe --microbatches 4
 """
 HERE = Path(__file__).resolve().parent
+PROJECT = HERE.parents[1]
 
 
 def main():
@@ -49,7 +50,7 @@ def main():
         return
     with checked_out(args.commit) as folder:
         then = recorded(folder)
-    now = recorded(HERE.parent)
+    now = recorded(PROJECT)
     same = [compare(row, then[row], now[row]) for row in now]
     sys.exit(not all(same))
 
@@ -59,7 +60,7 @@ def checked_out(commit):
     """Provide a folder with the files of a commit."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
-            ["git", "archive", commit], cwd=HERE.parent, check=True, stdout=subprocess.PIPE
+            ["git", "archive", commit], cwd=PROJECT, check=True, stdout=subprocess.PIPE
         )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         yield Path(folder)

@@ -143,7 +143,7 @@ def rehearse(args, rank):
 
 def most_memory(trainer, watch, built):
     """Return {kind: peak bytes} of the step whose log begins at index `built`."""
-    weights, states = trainer.dense + trainer.experts, trainer.optimizer.state.values()
+    weights, states = trainer.parameters(), trainer.optimizer.state.values()
     watch.mark((weight.grad for weight in weights), "gradients")
     watch.mark((value for state in states for value in state.values()), "optimizer")
     watch.mark(weights if trainer.args.dtype == "bf16" else (), "optimizer")
@@ -167,19 +167,17 @@ def formulas(trainer):
     halves, t, found = 1 + trainer.replicated, args.tp, Counter()
     sums, gathers = zero_rounds(args.zero, args.microbatches // halves, args.recompute_layers)
     in_all = 4 * sums + gathers * (itemsize if args.zero else 4)
-    groups = [
-        (trainer.dense, mesh.shard_group, mesh.replicate_group),
-        (trainer.experts, mesh.expert_shard_group, mesh.expert_replicate_group),
-    ]
-    for parameters, shards, copies in groups:
+    for home in trainer.homes:
+        parameters = trainer.parameters(home)
         number = sum(math.prod(getattr(p, "whole_shape", p.shape)) for p in parameters)
-        P, R = dist.get_world_size(shards), dist.get_world_size(copies)
+        P, R = map(dist.get_world_size, (home.shard_group, home.replicate_group))
         found["parameters"] += number * zero_memory(args.zero, P, itemsize, 0, 0)
         found["gradients"] += 4 * number
         found["optimizer"] += number * zero_memory(args.zero, P, 0, 0, state)
         found["dp"] += number * (in_all * (P - 1) / P + 4 * sums / P * 2 * (R - 1) / R)
     if args.zero:
-        ranks = {p: dist.get_world_size(shards) for own, shards, _ in groups for p in own}
+        size = lambda home: dist.get_world_size(home.shard_group)
+        ranks = {p: size(home) for home in trainer.homes for p in trainer.parameters(home)}
         found["gradients"] = zero_gradients(args, trainer.chunks, ranks)
     bsh = args.batch_size // args.dp * args.seq_len // args.cp * args.hidden * itemsize // halves
     layers = 0 if args.experts else sum(len(chunk.transformer["h"]) for chunk in trainer.chunks)

@@ -183,7 +183,7 @@ def gathered(trainer, value=lambda tensor: tensor):
     """Return {name: whole tensor}: nan where no rank has a value, inf where copies differ."""
     own = [
         (name, whole.shape, place, box.detach().cpu().clone())
-        for name, whole in hybrid.boxes_of(trainer, value).items()
+        for name, whole in hybrid.boxes_of(trainer.originals(), value).items()
         for place, box in whole.boxes.items()
     ]
     wholes = {}
@@ -214,12 +214,12 @@ def weight_of(name, shape, seed):
 @torch.no_grad()
 def set_weights(trainer):
     """Set this rank's part of every parameter to its part of weight_of()."""
-    for chunk in trainer.chunks:
-        for name, whole in hybrid.boxes_of(trainer, chunks=[chunk]).items():
-            if not name.endswith("router.bias"):  # a buffer
-                for place, box in whole.boxes.items():
-                    value = weight_of(name, whole.shape, trainer.args.seed)
-                    box.copy_(value[inside(place, box)])
+    for row in trainer.placements:
+        if not row.is_buffer:
+            ((name, whole),) = hybrid.boxes_of([row]).items()
+            for place, box in whole.boxes.items():
+                value = weight_of(name, whole.shape, trainer.args.seed)
+                box.copy_(value[inside(place, box)])
 
 
 def inside(place, box):
