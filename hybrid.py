@@ -93,7 +93,7 @@ from sequence_parallel import (
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, attention, check_gradients_over_tp, column_parallel_linear,
+    SwiGLU, VocabParallelEmbedding, attention, check_gradients_over_tp, column_parallel_linear,
     mark_sum_over_tp, sum_gradients_over_tp, views_in_whole, vocab_parallel_cross_entropy,
 )
 from zero import AdamW, FullyShardedDataParallel
@@ -891,6 +891,11 @@ class GPTConfig:
     vocab_size: int = flag(256, "tokens in the vocabulary")
     dropout: float = flag(0.0, "dropout probability, in attention and residuals", below=1)
     kv_heads: int | None = flag(None, "heads of keys and values (default: --heads)")
+    block: str = flag("gpt2", "GPT-2's or Llama's layers", choices=("gpt2", "llama"))
+    rope_theta: float = flag(10000.0, "base of the angles of Llama's rotary positions", least=1,
+                             needs="--block llama")  # fmt: skip
+    head: str | None = flag(None, "whether the head has the embedding's weight (default: tied, "
+                            "with --block llama untied)", choices=("tied", "untied"))  # fmt: skip
     sp: bool = flag(False, "sequence parallelism: split activations over tp, too",
                     needs="--tp > 1", group="layout")  # fmt: skip
     recompute: str = flag("none", "recompute attention (selective) or layers (full) in backward",
@@ -918,6 +923,15 @@ class GPTConfig:
         return self.ffn or 4 * self.hidden
 
     @property
+    def is_llama(self):
+        return self.block == "llama"
+
+    @property
+    def is_tied(self):
+        """Whether the head has the embedding's weight."""
+        return (self.head or usual_head(self.block)) == "tied"
+
+    @property
     def into_residual(self):
         """The initial value of a matrix whose products are added to the residual: 2 per layer."""
         return Normal(0.02 / math.sqrt(2 * self.layers))
@@ -925,6 +939,60 @@ class GPTConfig:
     def has_experts(self, layer):
         """Return whether this layer has experts in place of an MLP."""
         return self.experts > 0 and (layer + 1) % self.moe_every == 0
+
+
+def usual_head(block):
+    """Return the default of --head."""
+    return "untied" if block == "llama" else "tied"
+
+
+# The two blocks, for a token at position t:
+#
+#                    --block gpt2                     --block llama
+#     norms          LayerNorm                        RMSNorm
+#     positions      wpe[t] is added to wte[token]    each layer rotates q and k by an angle ~ t
+#     MLP, expert    W_out gelu(W_in x)               W_out (silu(W_gate x) * W_up x), "SwiGLU"
+#     biases         in all layers but experts        none
+#     head           the embedding's weight           a weight of its own
+
+
+def make_norm(config):
+    """Create the norm of a block."""
+    if config.is_llama:
+        norm = nn.RMSNorm(config.hidden, eps=1e-5)
+    else:
+        norm = nn.LayerNorm(config.hidden)
+    return of_own_tokens(declare(norm, weight=1.0, bias=0.0), config)
+
+
+def of_own_tokens(module, config):
+    """With sp, mark a module as one whose gradients cover this rank's tokens only. Return it."""
+    return mark_sum_over_tp(module) if config.sp else module
+
+
+class RotaryPositions:
+    """Rotates queries and keys by their positions (Su et al., "RoFormer", 2021).
+
+    Elements i and i + K/2 of a head are the two coordinates of a point, as in Hugging Face's Llama.
+    At position t the point turns by the angle t / theta^(2i/K). A product q . k then depends on the
+    difference of the two positions only.
+    """
+
+    def __init__(self, width, theta):
+        self.width, self.theta = width, theta
+
+    def set_positions(self, positions):
+        """Set the T positions of a sequence that this rank of cp holds. tp splits heads only."""
+        even = torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device)
+        angles = positions.unsqueeze(1) * self.theta ** (-even / self.width)  # (T, K/2)
+        dtype = torch.get_default_dtype()
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def rotate(self, x):
+        """Rotate x, (B, H, T, K). 16-bit x are rotated in fp32."""
+        a, b = x.to(torch.promote_types(x.dtype, self.cos.dtype)).chunk(2, -1)
+        rotated = a * self.cos - b * self.sin, b * self.cos + a * self.sin
+        return torch.cat(rotated, -1).to(x.dtype)
 
 
 def _residual_dropout(module, x):
@@ -935,42 +1003,54 @@ def _residual_dropout(module, x):
 
 
 class MLP(nn.Module):
-    """A column-parallel layer to width F, GELU, and a row-parallel layer back to width D."""
+    """A column-parallel layer to width F, GELU, and a row-parallel layer back to width D.
+
+    Llama's column-parallel layer computes two outputs of width F, gate and up, for SwiGLU.
+    """
 
     def __init__(self, config, **options):
         super().__init__()
-        sizes = config.hidden, config.mlp_width
-        self.c_fc = ColumnParallelLinear(*sizes, **options)
-        self.c_proj = RowParallelLinear(*reversed(sizes), **options)
+        hidden, width = config.hidden, config.mlp_width
+        if config.is_llama:
+            self.c_fc = ColumnParallelLinear(hidden, (width, width), **options)
+            self.activation = SwiGLU()
+        else:
+            self.c_fc = ColumnParallelLinear(hidden, width, **options)
+            self.activation = nn.GELU(approximate="tanh")
+        self.c_proj = RowParallelLinear(width, hidden, **options)
         declare(self.c_fc, weight=Normal(), bias=0.0)
         declare(self.c_proj, weight=config.into_residual, bias=0.0)
 
     def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return self.c_proj(self.activation(self.c_fc(x)))
 
 
 class Block(nn.Module):
-    """A pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D). With sp, dim 0 is T/tp.
+    """A pre-norm transformer layer, (T, B, D) -> (T, B, D). With sp, dim 0 is T/tp.
 
+    rotary: RotaryPositions, for Llama.
     random: a context manager in which dropout differs between the ranks of tp.
     attention_fn: attention_fn(q, k, v, p) computes attention, with p the dropout probability.
     moe: a function that creates the mixture of experts, if this layer has one.
     options: group and defer of column_parallel_linear().
     """
 
-    def __init__(self, config, random=nullcontext(), attention_fn=attention, moe=None, **options):
+    def __init__(
+        self, config, rotary, random=nullcontext(), attention_fn=attention, moe=None, **options
+    ):
         super().__init__()
-        self.config, self.random, self.attention_fn = config, random, attention_fn
-        options["sequence_parallel"] = config.sp
+        self.config, self.rotary = config, rotary
+        self.random, self.attention_fn = random, attention_fn
+        options |= {"sequence_parallel": config.sp, "bias": not config.is_llama}
         sizes = config.hidden, config.heads, config.kv_heads
         attend = self.attend
         if config.recompute == "selective":
             attend = partial(recompute, self.attend)
-        self.ln_1 = declare(nn.LayerNorm(config.hidden), weight=1.0, bias=0.0)
+        self.ln_1 = make_norm(config)
         self.attn = ParallelSelfAttention(*sizes, attend, **options)
         declare(self.attn.c_attn, weight=Normal(), bias=0.0)
         declare(self.attn.c_proj, weight=config.into_residual, bias=0.0)
-        self.ln_2 = declare(nn.LayerNorm(config.hidden), weight=1.0, bias=0.0)
+        self.ln_2 = make_norm(config)
         self.mlp = moe() if moe else MLP(config, **options)
 
     def forward(self, x):
@@ -979,6 +1059,8 @@ class Block(nn.Module):
 
     def attend(self, q, k, v):
         """Compute attention. Heads are split over tp, so every rank draws its own mask."""
+        if self.config.is_llama:
+            q, k = self.rotary.rotate(q), self.rotary.rotate(k)
         p = self.config.dropout if self.training else 0.0
         with self.random if p else nullcontext():
             return self.attention_fn(q, k, v, p)
@@ -988,16 +1070,15 @@ class GPT(nn.Module):
     """One pipeline stage of a GPT. Its layers are numbered as in the whole model.
 
     Stages pass on activations (T, B, D), or (T/tp, B, D) with sp. The first takes tokens (B, T),
-    and the last returns logits (T, B, V/tp). The head uses the weight of the token embedding. With
-    several stages the last one has a copy of it, which Trainer.sum_shared_gradients() keeps equal.
+    and the last returns logits (T, B, V/tp). A tied head uses the weight of the token embedding.
+    With several stages the last one has a copy of it, which Trainer.sum_shared_gradients() keeps
+    equal.
 
     positions: the T positions of each sequence that this rank of cp holds.
     moe, options: passed on to Block, but moe only for layers with experts.
     copies: {name of a copy: name of the original} of tied weights, whichever stages have them.
     vocab_start: the first column of the logits of the last stage on this rank of tp.
     """
-
-    copies = {"lm_head.weight": "transformer.wte.weight"}
 
     def __init__(self, config, positions, tp_group, stage, num_stages, moe=None, **options):
         super().__init__()
@@ -1006,6 +1087,8 @@ class GPT(nn.Module):
         self.is_last = stage == num_stages - 1
         self.defer = options.get("defer")
         self.random = options.get("random", nullcontext())
+        self.copies = {"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {}
+        self.rotary = RotaryPositions(config.hidden // config.heads, config.rope_theta)
         self.set_positions(positions)
 
         def embedding():
@@ -1015,25 +1098,25 @@ class GPT(nn.Module):
         self.transformer = nn.ModuleDict()
         if self.is_first:
             self.transformer["wte"] = embedding()
-            positions = nn.Embedding(config.seq_len, config.hidden)
-            self.transformer["wpe"] = declare(positions, weight=Normal())
+        if self.is_first and not config.is_llama:
+            wpe = declare(nn.Embedding(config.seq_len, config.hidden), weight=Normal())
+            self.transformer["wpe"] = of_own_tokens(wpe, config)
         self.transformer["h"] = nn.ModuleDict()
         for i in layers_of(stage, num_stages, config):
             own_moe = moe if config.has_experts(i) else None
-            self.transformer["h"][str(i)] = Block(config, moe=own_moe, group=tp_group, **options)
+            block = Block(config, self.rotary, moe=own_moe, group=tp_group, **options)
+            self.transformer["h"][str(i)] = block
         if self.is_last:
-            self.transformer["ln_f"] = declare(nn.LayerNorm(config.hidden), weight=1.0, bias=0.0)
-            self.lm_head = self.transformer["wte"] if self.is_first else embedding()
+            self.transformer["ln_f"] = make_norm(config)
+            has_original = self.is_first and config.is_tied
+            self.lm_head = self.transformer["wte"] if has_original else embedding()
             self.vocab_start = self.lm_head.start
-        if config.sp:  # a rank's gradients of these modules cover its own tokens only
-            for module in self.modules():
-                if isinstance(module, (nn.LayerNorm, nn.Embedding)):
-                    mark_sum_over_tp(module)
 
     def forward(self, x):
         if self.is_first:
             x = self.transformer["wte"](x.t())
-            x = x + self.transformer["wpe"](self.positions).unsqueeze(1)
+            if not self.config.is_llama:
+                x = x + self.transformer["wpe"](self.positions).unsqueeze(1)
             x = _residual_dropout(self, x)
         layers = list(self.transformer["h"].values())
         if self.config.recompute == "full":
@@ -1049,6 +1132,7 @@ class GPT(nn.Module):
 
     def set_positions(self, positions):
         """Set which positions a sequence's tokens have. With sp, keep those of this rank of tp."""
+        self.rotary.set_positions(positions)
         self.positions = positions
         if self.config.sp:
             rank, tp = rank_and_size(self.tp_group)
@@ -1084,7 +1168,7 @@ def forward_flops(config, experts):
     """
     h = config.hidden
     kv_width = h * (config.kv_heads or config.heads) // config.heads
-    mlp = 2 * h * config.mlp_width
+    mlp = (3 if config.is_llama else 2) * h * config.mlp_width
     weights = 2 * h * h + 2 * h * kv_width + mlp
     extra = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
     return 2 * (weights + experts * extra), 4 * config.seq_len * h
@@ -1110,7 +1194,7 @@ def make_moe(args, mesh):
         nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
         n_group=args.ep_nodes, topk_group=args.topk_nodes,
         capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
-        score="sigmoid" if args.balance == "bias" else "softmax",
+        score="sigmoid" if args.balance == "bias" else "softmax", gated=args.is_llama,
         balance_coefficient=0.01 * by_losses, z_coefficient=0.001 * by_losses,
         loss_scale=1 / args.microbatches,
     )  # fmt: skip
@@ -1976,6 +2060,7 @@ def check_checkpoint(path, args):
     saved = {flag.name: flag.default for flag in fields(GPTConfig)} | run
     saved["kv_heads"] = saved["kv_heads"] or saved["heads"]
     saved["ffn"] = saved["ffn"] or 4 * saved["hidden"]
+    saved["head"] = saved["head"] or usual_head(saved["block"])
     for name in [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]:
         own = as_typed(name, getattr(args, name))  # "--hidden 128"
         theirs = as_typed(name, saved[name])
@@ -2458,6 +2543,7 @@ def parse(argv, world_size, per_node=None):
         args.replicate = args.replicate or dp_cp  # a copy per rank
     args.replicate = args.replicate or 1
     args.kv_heads = args.kv_heads or args.heads
+    args.head = args.head or usual_head(args.block)
     args.ffn = args.ffn or 4 * args.hidden
     # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
     inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
@@ -2538,6 +2624,10 @@ def check(args):
     need(is_short, f"{shown('decay_steps')} is more than {shown('steps')} - {shown('warmup')}")
     must_divide(args, "heads", "hidden")
     must_divide(args, "kv_heads", "heads")
+    if args.block == "llama":
+        is_even = args.hidden // args.heads % 2 == 0
+        width = f"{shown('hidden')} / {shown('heads')}"
+        need(is_even, f"{shown('block')} rotates pairs of elements, but {width} is odd")
     must_divide(args, "tp", "kv_heads")
     need(args.tp <= args.vocab_size, f"{shown('tp')} is more than {shown('vocab_size')}")
     must_divide(args, "dp * microbatches", "batch_size")

@@ -87,7 +87,11 @@ def test_every_command_names_a_file_and_has_valid_flags():
 @pytest.mark.soak
 @pytest.mark.parametrize("words", RUN, ids=" ".join)
 def test_commands_that_fit_one_machine_run(words):
-    short = ["--steps", "2"] if "hybrid.py" in words else []
+    short = []
+    if "hybrid.py" in words:
+        short = ["--steps", "2"]
+    if "tests/tools/bench.py" in words:
+        short = ["--rounds", "1"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher = launcher if words[0] == "torchrun" else [sys.executable]
     command = [*launcher, *words[1:], *short]
