@@ -25,9 +25,9 @@ from ddp import GradBucket, ddp_bytes
 from expert_parallel import FullPrecisionLinear
 from gpu_counts import waits
 from layouts import (
-    BATCH, EVERY_LAYOUT, EXPERTS, FLAGS, HIDDEN, LAYERS, MOE_SIZES, RATES, SIZES, STEPS, T, V,
-    assert_alike, assert_trains, assert_trains_as_a_loop_does, batch, expert_metrics,
-    make_trainer, own_batch, plain_gpt, reference, reference_moe, soak_but, train, train_on_text,
+    BATCH, DEGREES, EVERY_LAYOUT, EXPERTS, FLAGS, HIDDEN, LAYERS, LLAMAS, MODELS, MOE_SIZES, RATES,
+    SIZES, STEPS, T, V, WITH_EXPERTS, assert_alike, assert_llama_trains, assert_trains,
+    assert_trains_as_a_loop_does, batch, expert_metrics, make_trainer, own_batch, plain_gpt, reference, reference_moe, soak_but, train, train_on_text,
 )  # fmt: skip
 from pipeline import SCHEDULES, interleaved, pipeline_bytes
 from ranks import least_bytes, on_ranks, run
@@ -53,6 +53,13 @@ def test_every_layout_trains_as_one_process_does(world_size, flags):
 )
 def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mixture):
     assert_trains_as_a_loop_does(world_size, flags, mixture)
+
+
+@pytest.mark.parametrize(
+    "world_size, flags, name", soak_but(lambda i, row: row[0] < 4 and i % 8 == 0, LLAMAS)
+)
+def test_llamas_block_and_both_heads_train_as_one_process_does(world_size, flags, name):
+    assert_llama_trains(world_size, flags, name)
 
 
 OF_EXPERTS = ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "zb-h1 --recompute-layers 2"]
@@ -230,6 +237,31 @@ def test_recomputation_replays_the_masks_of_every_rank(flags):
         found.append([parameter.grad for parameter in trainer.chunks[0].parameters()])
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
+
+
+def _gradients(flags):
+    trainer = make_trainer(flags)
+    trainer.step(*own_batch(trainer))
+    return [p.grad for chunk in trainer.chunks for p in chunk.parameters()]
+
+
+RECOMPUTED = [(n, f"{MODELS['llama']} {flags}") for n, flags in DEGREES]
+RECOMPUTED += [(n, f"{MODELS['shared']} {flags} --microbatches 2") for n, flags in WITH_EXPERTS]
+IN_PLAIN = "--pp 2 --microbatches 4 --schedule zb-h1", "--cp 2 --cp-method ring", "--tp 2 --sp --ep"
+
+
+@pytest.mark.parametrize(
+    "world_size, flags",
+    soak_but(lambda _, row: row[0] == 2 and any(part in row[1] for part in IN_PLAIN), RECOMPUTED),
+)
+def test_llamas_block_has_the_same_bits_with_recomputation_in_every_layout(world_size, flags):
+    flags = re.sub(" --recompute.*(full|selective|3)", "", flags)
+    if "--cp" not in flags:
+        flags += " --dropout 0.3"
+    ranks = run(world_size, _gradients, flags)
+    for mode in ("selective", "full"):
+        for stored, again in zip(ranks, run(world_size, _gradients, f"{flags} --recompute {mode}")):
+            assert all(map(torch.equal, stored, again))
 
 
 # ---- bf16 ----------------------------------------------------------------------------------------

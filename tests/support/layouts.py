@@ -16,7 +16,7 @@ from pipeline import SCHEDULES
 from ranks import run
 from reference_gpt import MLP as ReferenceMLP
 from reference_gpt import MoE as ReferenceMoE
-from reference_gpt import ReferenceGPT, ReferenceTraining, initial_values
+from reference_gpt import ReferenceGPT, ReferenceTraining, initial_values, reference_gpt
 from verify import gathered
 
 STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 4, 32, 8, 12, 67
@@ -49,10 +49,14 @@ def own_batch(trainer, step=0):
 
 def plain_gpt(layers, *sizes, dtype=torch.float64, seed=3, **options):
     """Return the oracle with its initial values."""
-    model = ReferenceGPT(layers, *sizes, **options).to(dtype)
-    with torch.no_grad():
-        for name, value in initial_values(model, seed).items():
-            model.get_parameter(name).copy_(value)
+    return initialized(ReferenceGPT(layers, *sizes, **options).to(dtype), seed)
+
+
+@torch.no_grad()
+def initialized(model, seed):
+    """Give a reference model its initial values; return it."""
+    for name, value in initial_values(model, seed).items():
+        model.get_parameter(name).copy_(value)
     return model
 
 
@@ -80,7 +84,7 @@ def train_plainly(model, steps=RUN, bias_rate=0.0):
         found = training.step(*batch(step), bias_rate)
         results.append((*found, RATES[step], *expert_metrics(model)))
         gradients.append(training.gradients)
-    return results, gradients, model.state_dict()
+    return results, gradients, {name: p.detach() for name, p in model.named_parameters()}
 
 
 @functools.cache
@@ -116,7 +120,6 @@ def train(flags, dtype, steps=RUN):
 
 def assert_alike(found, expected, tolerance):
     """Compare names, and tensors, which may differ by at most `tolerance` of their norm."""
-    expected = {n: tensor for n, tensor in expected.items() if n != "lm_head.weight"}  # tied to wte
     assert {name for name in found if not name.endswith("router.bias")} <= expected.keys()
     for name, tensor in expected.items():
         difference = found[name] - tensor
@@ -279,6 +282,65 @@ MIXED = [(*row, mixture) for row in MOE_LAYOUTS for mixture in MOE]
 NODES = [(*row, mixture) for mixture in ON_NODES for row in LAYOUTS_ON_NODES]
 NODES = [row for row in NODES if row[2] != AUX_ON_NODES or "--microbatches 1" in row[1]]
 EXPERTS = [(n, f"{flags} --microbatches 1", mixture) for n, flags, mixture in MIXED] + NODES
+
+
+# ---- Llama's block, and other heads --------------------------------------------------------------
+
+LLAMA = "--block llama --rope-theta 100 --kv-heads 4 --ffn 48"
+MIXTRAL = "--block llama --kv-heads 4 --ffn 24 --experts 4"
+MODELS = {  # what differs from a GPT-2 with a tied head
+    "llama": LLAMA,
+    "tied": f"{LLAMA} --head tied",
+    "untied": "--head untied",
+    "mixtral": f"{MIXTRAL} --balance none",
+    "shared": f"{MIXTRAL} --balance bias --top-k 3 --shared-experts 2",
+    "every 2": f"{MIXTRAL} --balance aux --moe-every 2",
+}
+DEGREES = [
+    *((2, f"--pp 2 --microbatches 4 --schedule {schedule}") for schedule in SCHEDULES),
+    (2, "--tp 2 --sp --recompute full --recompute-layers 3"),
+    (1, ""),
+    *((2, f"--cp 2 --cp-method {method} --recompute selective") for method in hybrid.CP_METHODS),
+    (2, "--tp 2 --microbatches 2"),
+    (4, "--tp 4 --sp --recompute selective"),
+    *((2, f"--dp 2 --zero {zero} --microbatches 2") for zero in (0, 1, 2, 3)),
+    *((4, f"--cp 2 --tp 2 --sp --cp-method {method}") for method in hybrid.CP_METHODS),
+    *((4, f"--pp 2 --cp 2 --schedule {s} --microbatches 4 --recompute full") for s in SCHEDULES),
+    *((4, f"--pp 2 --dp 2 --zero {zero} --schedule zb-v --microbatches 4") for zero in (1, 2, 3)),
+    (3, "--cp 3 --zero 3"),
+    (8, "--tp 2 --cp 2 --pp 2 --sp --schedule interleaved --microbatches 4 --zero 2"),
+    (8, "--dp 2 --tp 2 --pp 2 --sp --schedule dualpipe --microbatches 4 --zero 3"),
+]
+WITH_EXPERTS = [  # in one microbatch, balance losses do not depend on the layout
+    (1, ""),
+    (2, "--dp 2 --ep 2"),
+    (2, "--tp 2 --ep 2"),
+    (2, "--tp 2 --sp --ep 2 --recompute full"),
+    (4, "--tp 2 --dp 2 --ep 4 --zero 3 --sp --recompute selective"),
+    (4, "--cp 2 --dp 2 --ep 4 --zero 1"),
+    (4, "--dp 4 --ep 2 --zero 2"),
+    (8, "--tp 2 --pp 2 --dp 2 --ep 4"),
+]
+LLAMAS = [(*row, "llama") for row in DEGREES]
+LLAMAS += [(*row, name) for row in DEGREES for name in ("tied", "untied") if "--pp" in row[1]]
+LLAMAS += [
+    (size, f"{flags} --microbatches 1", name)
+    for size, flags in WITH_EXPERTS
+    for name in ("mixtral", "shared", "every 2")
+]
+
+
+@functools.cache
+def reference_llama(name):
+    """Return the result of train_plainly() for one of MODELS."""
+    args = hybrid.parse(f"{FLAGS} {MODELS[name]}".split(), 1)
+    model = initialized(reference_gpt(args).double(), args.seed)
+    return train_plainly(model, bias_rate=float(np.float32(0.001)) * (args.balance == "bias"))
+
+
+def assert_llama_trains(world_size, flags, name):
+    ranks = run(world_size, train, f"{MODELS[name]} {flags}", torch.float64)
+    assert_all_alike(ranks, reference_llama(name), 1e-10, 1e-8, 1e-8)
 
 
 # ---- the loop ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The oracle: GPT-2 and a training step in plain torch.nn, on one process, without parallelism."""
+"""The oracle: GPT-2, Llama and a training step in plain torch.nn, on one process."""
 
 import hashlib
 import math
@@ -51,23 +51,27 @@ class MoE(nn.Module):
     forward() sets .loss of the router, its parts .balance and .z, .counts, and .dropped, which is
     the number of choices beyond the capacity. score: "softmax" or "sigmoid". factor: the capacity
     factor, over the tokens of this call. losses: the coefficients of .balance and .z. groups: the
-    number of groups of experts, and how many of them a token uses.
+    number of groups of experts, and how many of them a token uses. gated: SwiGLU as in Mixtral, and
+    not GELU.
     """
 
     def __init__(
-        self, hidden, E, k, score, shared=0, factor=None, losses=(0, 0), groups=(1, 1), ffn=None
-    ):
+        self, hidden, E, k, score, shared=0, factor=None, losses=(0, 0), groups=(1, 1), ffn=None,
+        gated=False,
+    ):  # fmt: skip
         super().__init__()
         ffn = ffn or 4 * hidden
+        self.activation = SwiGLU() if gated else nn.GELU(approximate="tanh")
+        ffn_in = 2 * ffn if gated else ffn  # rows of the gate, then those of `up`
         self.top_k, self.score, self.factor, self.coefficients = k, score, factor, losses
         self.router = nn.Linear(hidden, E, bias=False)
         self.experts = nn.Module()
-        self.experts.w_in = nn.Parameter(torch.empty(E, ffn, hidden))
+        self.experts.w_in = nn.Parameter(torch.empty(E, ffn_in, hidden))
         self.experts.w_out = nn.Parameter(torch.empty(E, hidden, ffn))
         if shared:
-            up = nn.Linear(hidden, ffn * shared, bias=False)
+            up = nn.Linear(hidden, ffn_in * shared, bias=False)
             down = nn.Linear(ffn * shared, hidden, bias=False)
-            self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
+            self.shared = nn.Sequential(up, self.activation, down)
         self.register_buffer("bias", torch.zeros(E), persistent=False)
         self.groups, self.counts, self.loss = groups, torch.zeros(E), 0
 
@@ -82,8 +86,7 @@ class MoE(nn.Module):
             kept = chosen * (chosen.cumsum(0) <= capacity)
         self.dropped = int((chosen - kept).sum())
         weights = scores / (chosen * scores).sum(1, keepdim=True) if self.top_k > 1 else scores
-        hidden = torch.einsum("nd,efd->enf", x, self.experts.w_in)
-        hidden = F.gelu(hidden, approximate="tanh")
+        hidden = self.activation(torch.einsum("nd,efd->enf", x, self.experts.w_in))
         y = torch.einsum("ne,enf,edf->nd", kept * weights, hidden, self.experts.w_out)
         self.balance = E * (self.counts / self.counts.sum() * scores.mean(0)).sum()
         self.z = logits.logsumexp(1).square().mean()
@@ -121,7 +124,9 @@ class Layer(nn.Module):
 
 
 class ReferenceGPT(nn.Module):
-    def __init__(self, layers, hidden, heads, seq_len, vocab_size, kv_heads=None, mlp=None):
+    def __init__(
+        self, layers, hidden, heads, seq_len, vocab_size, kv_heads=None, mlp=None, tied=True
+    ):
         """mlp: a function that returns the MLP of the given layer's number."""
         super().__init__()
         self.transformer = nn.Module()
@@ -132,7 +137,8 @@ class ReferenceGPT(nn.Module):
         )
         self.transformer.ln_f = nn.LayerNorm(hidden)
         self.lm_head = nn.Linear(hidden, vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight
+        if tied:
+            self.lm_head.weight = self.transformer.wte.weight
 
     def forward(self, tokens):
         x = self.transformer.wte(tokens) + self.transformer.wpe.weight[: tokens.shape[1]]
@@ -141,23 +147,124 @@ class ReferenceGPT(nn.Module):
         return self.lm_head(self.transformer.ln_f(x))
 
 
+# ---- Llama ---------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.weight
+
+
+def rotated(x, theta):
+    """Rotate each pair of x (B, H, T, K), elements i and i + K/2, by the angle t theta^(-2i/K).
+
+    Pairs are complex numbers, and a product with e^(i angle) rotates them. These are Hugging Face's
+    pairs. Meta's files have the elements of a pair next to each other.
+    """
+    T, half = x.shape[2], x.shape[3] // 2
+    speeds = theta ** (-torch.arange(half, dtype=x.dtype, device=x.device) / half)
+    angles = torch.outer(torch.arange(T, dtype=x.dtype, device=x.device), speeds)  # (T, K/2)
+    pairs = torch.complex(x[..., :half], x[..., half:])
+    pairs = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+class RotaryAttention(nn.Module):
+    def __init__(self, hidden, heads, kv_heads, theta):
+        super().__init__()
+        self.heads, self.kv_heads, self.theta = heads, kv_heads, theta
+        width = hidden // heads
+        self.c_attn = nn.Linear(hidden, (heads + 2 * kv_heads) * width, bias=False)
+        self.c_proj = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x):
+        heads = self.c_attn(x).unflatten(2, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)  # (B, heads, T, K)
+        y = attention(rotated(q, self.theta), rotated(k, self.theta), v)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def forward(self, x):
+        """Return silu(gate) * up of x (..., 2F): gate is its first half, and up the second."""
+        gate, up = x.unflatten(-1, (2, -1)).unbind(-2)
+        return gate * gate.sigmoid() * up
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, hidden, ffn):
+        super().__init__()
+        self.c_fc = nn.Linear(hidden, 2 * ffn, bias=False)
+        self.c_proj = nn.Linear(ffn, hidden, bias=False)
+        self.activation = SwiGLU()
+
+    def forward(self, x):
+        return self.c_proj(self.activation(self.c_fc(x)))
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, attn, mlp, hidden):
+        super().__init__()
+        self.ln_1 = RMSNorm(hidden)
+        self.attn = attn
+        self.ln_2 = RMSNorm(hidden)
+        self.mlp = mlp
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class ReferenceLlama(nn.Module):
+    def __init__(self, layers, hidden, heads, vocab_size, kv_heads, mlp, theta, tied):
+        """mlp: a function that returns the MLP of the given layer's number."""
+        super().__init__()
+        attn = lambda: RotaryAttention(hidden, heads, kv_heads, theta)
+        self.transformer = nn.Module()
+        self.transformer.wte = nn.Embedding(vocab_size, hidden)
+        self.transformer.h = nn.ModuleList(
+            LlamaLayer(attn(), mlp(i), hidden) for i in range(layers)
+        )
+        self.transformer.ln_f = RMSNorm(hidden)
+        self.lm_head = nn.Linear(hidden, vocab_size, bias=False)
+        if tied:
+            self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, tokens):
+        x = self.transformer.wte(tokens)
+        for layer in self.transformer.h:
+            x = layer(x)
+        return self.lm_head(self.transformer.ln_f(x))
+
+
+# ---- a model, its initial values, and its training -----------------------------------------------
+
+
 def reference_gpt(args):
-    """Return the GPT that the flags of hybrid.py describe: args.layers, args.hidden and so on."""
+    """Return the model that the flags of hybrid.py describe: args.layers, args.hidden and so on."""
+    is_llama = args.block == "llama"
     score = "sigmoid" if args.balance == "bias" else "softmax"
     losses = (0.01, 0.001) if args.balance == "aux" else (0, 0)
 
     def mlp(layer):
         if args.experts == 0 or (layer + 1) % args.moe_every > 0:
-            return MLP(args.hidden, args.ffn)
+            return (GatedMLP if is_llama else MLP)(args.hidden, args.ffn)
         sizes = args.hidden, args.experts, args.top_k, score, args.shared_experts
-        return MoE(*sizes, losses=losses, ffn=args.ffn)
+        return MoE(*sizes, losses=losses, ffn=args.ffn, gated=is_llama)
 
+    if is_llama:
+        sizes = args.hidden, args.heads, args.vocab_size, args.kv_heads
+        return ReferenceLlama(args.layers, *sizes, mlp, args.rope_theta, args.is_tied)
     sizes = args.hidden, args.heads, args.seq_len, args.vocab_size, args.kv_heads
-    return ReferenceGPT(args.layers, *sizes, mlp)
+    return ReferenceGPT(args.layers, *sizes, mlp, args.is_tied)
 
 
 def initial_values(model, seed):
-    """Return {name: initial value} of a ReferenceGPT's parameters, as in GPT-2.
+    """Return {name: initial value} of a reference model's parameters, as in GPT-2.
 
     A norm's weight is 1 and a bias is 0. Matrices are drawn from N(0, 0.02^2), and the two of each
     layer whose products are added to the residual stream from N(0, 0.02^2 / (2 layers)). What a
@@ -166,9 +273,9 @@ def initial_values(model, seed):
     layers = len(model.transformer.h)
     norms, into_residual, by_column = set(), set(), set()
     for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
+        if isinstance(module, (nn.LayerNorm, RMSNorm)):
             norms.add(module.weight)
-        elif isinstance(module, (Attention, MLP)):
+        elif isinstance(module, (Attention, MLP, RotaryAttention, GatedMLP)):
             by_column.add(module.c_proj.weight)
         elif isinstance(module, MoE):
             into_residual.add(module.experts.w_out)

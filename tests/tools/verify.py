@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 8 tests/tools/verify.py                24 layouts of 8 processes
     torchrun --nproc-per-node 8 tests/tools/verify.py --dtype bf16   the same in bf16
+    torchrun --nproc-per-node 8 tests/tools/verify.py --block llama  the same for Llama's block
     torchrun --nproc-per-node 8 tests/tools/verify.py --tp 2 --sp    one layout; flags of hybrid.py
     python tests/tools/verify.py --sums                              the sums that layouts need
 
@@ -56,8 +57,9 @@ from reference_gpt import ReferenceTraining, initial_values, learning_rate, refe
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 5e-2, "bf16": 5e-2}
 SEED = 3  # with it, each parallel sum occurs in some layout of 2, 4 and 8 processes
 SHOWN = 2, 4, 8
-INFINITE = "copies differ in a bit, an initial value is not GPT-2's, or a value is not a number"
-OF_ALL = {"collectives", "device", "dtype", "seed", "timeout"}  # flags that apply to all layouts
+INFINITE = "copies differ in a bit, or an initial value does, or a value is not a number"
+OF_ALL = "block head rope_theta collectives device dtype seed timeout"
+OF_ALL = {*OF_ALL.split()}  # flags that apply to all layouts
 REFUSED = "dropout capacity_factor topk_nodes data checkpoint save_every eval_every"
 REFUSED = {*REFUSED.split(), "print_every", "metrics", "sample", "prompt", "temperature"}
 
@@ -146,7 +148,7 @@ def sums_of(args):
         "gradients, copies of shards": zero and has["replicate_group"],
         "gradients of norms, tp": args.sp,
         "gradients of routers, tp": experts and tp,
-        "gradients of the tied weight, pp": has["pp_group"] and not on_one_rank,
+        "gradients of the tied weight, pp": args.is_tied and has["pp_group"] and not on_one_rank,
         "gradients of DualPipe's replicas, pp": is_dualpipe,
         "gradients of experts, DDP": experts and not zero and has["expert_dp_group"],
         "gradients of experts, ZeRO": experts and zero and has["expert_shard_group"],
