@@ -126,19 +126,25 @@ def stand_ins(watch, args, rank):
         yield
 
 
-def rehearse(args, rank):
-    """Take a step as this rank; return the Trainer, {kind: bytes} and {axis: {what: number}}."""
+@contextmanager
+def trainer_of(args, rank):
+    """Provide this rank's Trainer, whose tensors have no memory, and the Watch of its tensors."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
     watch = Watch()
     with stand_ins(watch, args, rank):
         mesh = hybrid.make_mesh(args)
         with FakeTensorMode(allow_non_fake_inputs=True), watch:
-            trainer = hybrid.Trainer(args, mesh, torch.device("cpu"))
-            tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
-            watch.axes, built = axes_of(mesh), len(watch.log)
-            with observe(watch.listen):
-                trainer.step(tokens, tokens)
-            return trainer, most_memory(trainer, watch, built), watch.sent
+            yield hybrid.Trainer(args, mesh, torch.device("cpu")), watch
+
+
+def rehearse(args, rank):
+    """Take a step as this rank; return the Trainer, {kind: bytes} and {axis: {what: number}}."""
+    with trainer_of(args, rank) as (trainer, watch):
+        tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
+        watch.axes, built = axes_of(trainer.mesh), len(watch.log)
+        with observe(watch.listen):
+            trainer.step(tokens, tokens)
+        return trainer, most_memory(trainer, watch, built), watch.sent
 
 
 def most_memory(trainer, watch, built):
@@ -211,10 +217,13 @@ def zero_gradients(args, chunks, ranks):
     return shard(ranks) + max(peaks)
 
 
-def parse(argv):
-    """Return the Args of hybrid.py, and the rank. Raise ValueError if a flag is invalid."""
+def parse(argv, tool=sys.modules[__name__]):
+    """Return the Args of hybrid.py, and the rank. Raise ValueError if a flag is invalid.
+
+    tool: the module whose command it is.
+    """
     parser = hybrid.Parser()
-    parser.prog, parser.description = Path(__file__).name, __doc__.splitlines()[0]
+    parser.prog, parser.description = Path(tool.__file__).name, tool.__doc__.splitlines()[0]
     parser.usage = parser.epilog = None
     parser.add_argument("--gpus", type=hybrid.at_least(1), default=1, help=f"{PER_NODE} on a node")
     parser.add_argument("--rank", type=hybrid.at_least(0), default=0, help="which of these GPUs")
