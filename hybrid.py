@@ -1061,6 +1061,7 @@ class Block(nn.Module):
         """Compute attention. Heads are split over tp, so every rank draws its own mask."""
         if self.config.is_llama:
             q, k = self.rotary.rotate(q), self.rotary.rotate(k)
+            v = v.contiguous()  # as a view it would keep c_attn's output, q and k included
         p = self.config.dropout if self.training else 0.0
         with self.random if p else nullcontext():
             return self.attention_fn(q, k, v, p)
