@@ -230,6 +230,29 @@ class TrainingError(ValueError):
         self.status = status
 
 
+def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
+    """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective."""
+    fault = ""
+    try:
+        result = call(*arguments)
+    except (OSError, ValueError) as error:
+        fault = str(error) or repr(error)
+    except dcp.api.CheckpointException as error:  # all ranks raise it if one has failed
+        fault, _ = error.failures.get(dist.get_rank(), ("", None))
+    for rank, line in enumerate(gather_objects(str(fault).strip().split("\n")[0], group)):
+        if line:
+            place = f"rank {rank}: " if rank else ""
+            raise TrainingError(f"{prefix}{place}{line}", status)
+    return result
+
+
+def on_any_rank(flag):
+    """Return whether the flag is true on any rank. The all-reduce uses gloo, not the GPUs."""
+    flag = torch.tensor(flag, dtype=torch.uint8)
+    all_reduce(flag, ReduceOp.MAX)
+    return bool(flag)
+
+
 class Trainer:
     """One rank's part of the training, given its Args and its Mesh, which are described below.
 
@@ -463,45 +486,13 @@ def sum_tallies(mixtures, args, mesh, device):
     return tallies
 
 
-def on_any_rank(flag):
-    """Return whether the flag is true on any rank. The all-reduce uses gloo, not the GPUs."""
-    flag = torch.tensor(flag, dtype=torch.uint8)
-    all_reduce(flag, ReduceOp.MAX)
-    return bool(flag)
-
-
 def check_vocabulary(inputs, targets, size):
     """Raise TrainingError if a token of the batch is outside the vocabulary. Collective."""
     if on_any_rank(max(inputs.max(), targets.max()) >= size):
         raise TrainingError(f"--data: a token is outside --vocab-size {size}")
 
 
-def learning_rate(step, args):
-    r"""Return the learning rate of step 0, 1, ...
-
-    It rises to --lr in the first --warmup steps. In the last --decay-steps it falls towards
-    --min-lr, which a step after the last one would have:
-
-        lr         ___________________
-                  /                   \    linear, or half a period of a cosine
-        min_lr   /                     \
-              warmup       stable       decay
-
-    By default the decay begins right after the warm-up (Loshchilov and Hutter, 2017). With fewer
-    --decay-steps, the rate is stable in between (Hu et al., "MiniCPM", 2024).
-    """
-    if step < args.warmup:
-        return args.lr * (step + 1) / (args.warmup + 1)
-    begin = args.steps - args.decay_steps
-    progress = max(0, step - begin) / max(1, args.decay_steps)
-    if args.lr_decay == "none":
-        height = 1.0
-    elif args.lr_decay == "linear":
-        height = 1 - progress
-    else:
-        height = (1 + math.cos(math.pi * progress)) / 2
-    floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
-    return args.lr * (floor + (1 - floor) * height)
+# ---- what a step works with ----------------------------------------------------------------------
 
 
 def make_chunks(args, mesh, device, routes, positions, deferred):
@@ -594,6 +585,34 @@ def require_elementwise(args, optimizer):
     cuts = as_typed("tp", args.tp) if args.tp > 1 else as_typed("zero", args.zero)
     ways = f"set {kind.__name__}.elementwise = True if it updates each element by itself"
     raise TrainingError(f"{cuts} cuts matrices, which {kind.__name__} may need whole: {ways}", 2)
+
+
+def learning_rate(step, args):
+    r"""Return the learning rate of step 0, 1, ...
+
+    It rises to --lr in the first --warmup steps. In the last --decay-steps it falls towards
+    --min-lr, which a step after the last one would have:
+
+        lr         ___________________
+                  /                   \    linear, or half a period of a cosine
+        min_lr   /                     \
+              warmup       stable       decay
+
+    By default the decay begins right after the warm-up (Loshchilov and Hutter, 2017). With fewer
+    --decay-steps, the rate is stable in between (Hu et al., "MiniCPM", 2024).
+    """
+    if step < args.warmup:
+        return args.lr * (step + 1) / (args.warmup + 1)
+    begin = args.steps - args.decay_steps
+    progress = max(0, step - begin) / max(1, args.decay_steps)
+    if args.lr_decay == "none":
+        height = 1.0
+    elif args.lr_decay == "linear":
+        height = 1 - progress
+    else:
+        height = (1 + math.cos(math.pi * progress)) / 2
+    floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
+    return args.lr * (floor + (1 - floor) * height)
 
 
 # ---- mesh ----------------------------------------------------------------------------------------
@@ -1067,6 +1086,30 @@ class Block(nn.Module):
             return self.attention_fn(q, k, v, p)
 
 
+def make_moe(args, mesh):
+    """Create the mixture of experts of a layer, (T, B, D) -> (T, B, D)."""
+    by_losses = args.balance == "aux"
+    layer = MoE(
+        args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
+        tp_group=None if args.sp else mesh.tp_group,  # without sp, MoE divides the tokens over tp
+        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
+        nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
+        n_group=args.ep_nodes, topk_group=args.topk_nodes,
+        capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
+        score="sigmoid" if args.balance == "bias" else "softmax", gated=args.is_llama,
+        balance_coefficient=0.01 * by_losses, z_coefficient=0.001 * by_losses,
+        loss_scale=1 / args.microbatches,
+    )  # fmt: skip
+    shard = Shard(0, (args.experts,), mesh.ep_group)
+    layer.experts.shards = {"w_in": shard, "w_out": shard}
+    declare(layer.experts, is_expert=True, w_in=Normal(), w_out=args.into_residual)
+    declare(layer.router, weight=Normal(), bias=0.0)
+    if layer.shared is not None:
+        declare(layer.shared[0], weight=Normal())
+        declare(layer.shared[2], weight=args.into_residual)
+    return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
+
+
 class GPT(nn.Module):
     """One pipeline stage of a GPT. Its layers are numbered as in the whole model.
 
@@ -1183,30 +1226,6 @@ def flops_of_layers(config):
 def flops_per_token(config):
     """Return the FLOPs of forward and backward per token. Recomputation does not count."""
     return 3 * (flops_of_layers(config) + 2 * config.hidden * config.vocab_size)
-
-
-def make_moe(args, mesh):
-    """Create the mixture of experts of a layer, (T, B, D) -> (T, B, D)."""
-    by_losses = args.balance == "aux"
-    layer = MoE(
-        args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
-        tp_group=None if args.sp else mesh.tp_group,  # without sp, MoE divides the tokens over tp
-        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-        nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
-        n_group=args.ep_nodes, topk_group=args.topk_nodes,
-        capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
-        score="sigmoid" if args.balance == "bias" else "softmax", gated=args.is_llama,
-        balance_coefficient=0.01 * by_losses, z_coefficient=0.001 * by_losses,
-        loss_scale=1 / args.microbatches,
-    )  # fmt: skip
-    shard = Shard(0, (args.experts,), mesh.ep_group)
-    layer.experts.shards = {"w_in": shard, "w_out": shard}
-    declare(layer.experts, is_expert=True, w_in=Normal(), w_out=args.into_residual)
-    declare(layer.router, weight=Normal(), bias=0.0)
-    if layer.shared is not None:
-        declare(layer.shared[0], weight=Normal())
-        declare(layer.shared[2], weight=args.into_residual)
-    return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
 
 
 # ---- initial values ------------------------------------------------------------------------------
@@ -1657,22 +1676,6 @@ DETERMINE = (
     "seed", "batch_size", "steps", "lr", "warmup", "lr_decay", "decay_steps", "min_lr",
     "weight_decay", "grad_clip", "dtype", "moments", "dropout", "capacity_factor",
 )  # fmt: skip
-
-
-def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
-    """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective."""
-    fault = ""
-    try:
-        result = call(*arguments)
-    except (OSError, ValueError) as error:
-        fault = str(error) or repr(error)
-    except dcp.api.CheckpointException as error:  # all ranks raise it if one has failed
-        fault, _ = error.failures.get(dist.get_rank(), ("", None))
-    for rank, line in enumerate(gather_objects(str(fault).strip().split("\n")[0], group)):
-        if line:
-            place = f"rank {rank}: " if rank else ""
-            raise TrainingError(f"{prefix}{place}{line}", status)
-    return result
 
 
 class Boxes(torch.Tensor):
