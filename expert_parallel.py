@@ -47,7 +47,6 @@ from collectives import (
     all_reduce, all_to_all_in_group, autocasted, count_bytes, gather_from_group, rank_and_size,
     run_ranks, scatter_to_group,
 )
-from tensor_parallel import SwiGLU
 
 # ---- the idea ------------------------------------------------------------------------------------
 
@@ -388,15 +387,16 @@ def router_z_loss(logits, tokens):
 class Experts(nn.Module):
     """This rank's experts. Each is an MLP, D -> ffn_hidden -> D, without biases.
 
-    gated: whether w_in has the rows of a gate and of `up`, for SwiGLU. If not, it is for GELU.
+    activation: a module for what lies between the matrices w_in and w_out. By default it is GELU.
+    gated: whether it maps 2 ffn_hidden numbers, a gate and a value for each, to ffn_hidden.
     """
 
-    def __init__(self, num_local, hidden, ffn_hidden, gated=False):
+    def __init__(self, num_local, hidden, ffn_hidden, activation=None, gated=False):
         super().__init__()
         rows = 2 * ffn_hidden if gated else ffn_hidden
         self.w_in = nn.Parameter(torch.randn(num_local, rows, hidden) * hidden**-0.5)
         self.w_out = nn.Parameter(torch.randn(num_local, hidden, ffn_hidden) * ffn_hidden**-0.5)
-        self.activation = SwiGLU() if gated else nn.GELU(approximate="tanh")
+        self.activation = activation or nn.GELU(approximate="tanh")
 
     def forward(self, x, sizes, counts):
         """Apply each expert to its rows of x, (M, D). See `compute` of dispatch_and_combine()."""
@@ -463,7 +463,7 @@ class MoE(nn.Module):
         losses are means over the tokens that all ranks of the grid route, and cost an all-reduce of
         E counts over each group. By default, the grid is this rank alone.
     nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
-    gated: whether experts and shared experts are SwiGLUs, with three matrices, and not GELU MLPs.
+    activation, gated: of experts and shared experts, see Experts.
     router: further arguments of Router.
 
     Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
@@ -477,7 +477,8 @@ class MoE(nn.Module):
     def __init__(
         self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None,
         capacity_factor=None, shared_experts=0, balance_coefficient=0.0, z_coefficient=0.0,
-        loss_scale=1.0, balance_groups=(), nodes=None, gated=False, **router,
+        loss_scale=1.0, balance_groups=(), nodes=None, activation=None, gated=False,
+        **router,
     ):
         super().__init__()
         _, world_size = rank_and_size(group)
@@ -490,13 +491,13 @@ class MoE(nn.Module):
         self.tp_group, self.balance_groups = tp_group, balance_groups
         self.has_losses = bool(balance_coefficient or z_coefficient)
         self.router = Router(hidden, num_experts, top_k, **router)
-        self.experts = Experts(num_experts // world_size, hidden, ffn_hidden, gated)
+        self.experts = Experts(num_experts // world_size, hidden, ffn_hidden, activation, gated)
         self.shared = None
         if shared_experts:
             width = shared_experts * ffn_hidden
             up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
-            activation = SwiGLU() if gated else nn.GELU(approximate="tanh")
-            self.shared = nn.Sequential(up, activation, nn.Linear(width, hidden, bias=False))
+            down = nn.Linear(width, hidden, bias=False)
+            self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
         # DDP would broadcast a buffer. to_empty() does not move plain tensors, so avoid "meta".
         self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
         coefficients = [balance_coefficient, z_coefficient]

@@ -93,7 +93,7 @@ from sequence_parallel import (
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    SwiGLU, VocabParallelEmbedding, attention, check_gradients_over_tp, column_parallel_linear,
+    VocabParallelEmbedding, attention, check_gradients_over_tp, column_parallel_linear,
     mark_sum_over_tp, sum_gradients_over_tp, views_in_whole, vocab_parallel_cross_entropy,
 )
 from zero import AdamW, FullyShardedDataParallel
@@ -562,6 +562,9 @@ ELEMENTWISE = (
 def make_optimizer(args, parameters):
     """Create AdamW with weight decay for matrices only.
 
+    A class whose option `fused` is true takes found_inf, a tensor, in step(): it changes nothing
+    where that is 1, so the host need not wait. For any other class the host waits, see update().
+
     Another optimizer can take its place. A class that is not in ELEMENTWISE declares by an
     attribute, `elementwise = True`, that it works where tp or ZeRO cuts matrices. Checkpoints hold
     what optimizer_state() accepts.
@@ -1021,10 +1024,19 @@ def _residual_dropout(module, x):
         return dropout(x, config.dropout, module.training)
 
 
+class SwiGLU(nn.Module):
+    """Map (..., 2F), gate and up, to silu(gate) * up, (..., F) (Shazeer, 2020)."""
+
+    def forward(self, x):
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
 class MLP(nn.Module):
     """A column-parallel layer to width F, GELU, and a row-parallel layer back to width D.
 
-    Llama's column-parallel layer computes two outputs of width F, gate and up, for SwiGLU.
+    Llama's column-parallel layer computes two outputs of width F, gate and up, for SwiGLU. tp
+    splits each of them, so that a rank has the same part of both.
     """
 
     def __init__(self, config, **options):
@@ -1096,7 +1108,8 @@ def make_moe(args, mesh):
         nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
         n_group=args.ep_nodes, topk_group=args.topk_nodes,
         capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
-        score="sigmoid" if args.balance == "bias" else "softmax", gated=args.is_llama,
+        score="sigmoid" if args.balance == "bias" else "softmax",
+        activation=SwiGLU() if args.is_llama else None, gated=args.is_llama,
         balance_coefficient=0.01 * by_losses, z_coefficient=0.001 * by_losses,
         loss_scale=1 / args.microbatches,
     )  # fmt: skip

@@ -398,17 +398,6 @@ class ColumnParallelLinear(nn.Module):
         return column_parallel_linear(x, self.weight, self.bias, **self.options)
 
 
-class SwiGLU(nn.Module):
-    """Map (..., 2F), gate and up, to silu(gate) * up, (..., F) (Shazeer, 2020).
-
-    A ColumnParallelLinear with out_features (F, F) gives each rank the same part of gate and up.
-    """
-
-    def forward(self, x):
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
-
-
 class RowParallelLinear(nn.Module):
     """A linear layer split by its inputs, which computes Z = (sum over r of Y_r B_r) + b.
 
