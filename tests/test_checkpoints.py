@@ -735,7 +735,10 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_the_flag(tmp_path)
     folder = tmp_path / "own"
     _train("", folder)
     path = folder / "step_00000004"
-    for own, saved in (("--hidden 64", "--hidden 32"), ("--experts 2", "--experts 0")):
+    for own, saved in (
+        ("--hidden 64", "--hidden 32"), ("--experts 2", "--experts 0"),
+        ("--block llama", "--block gpt2"), ("--head untied", "--head tied"),
+    ):  # fmt: skip
         assert _end(own, folder) == (2, f"{own}, but {path} has {saved}")
     assert _complete(folder) == ["step_00000002", "step_00000004"]
     (folder / "step_00000003.partial").mkdir()  # a save that was killed leaves this
@@ -753,7 +756,8 @@ def test_flags_of_the_model_that_an_older_checkpoint_lacks_have_their_defaults(t
     given = {"layers", "hidden", "heads", "kv_heads", "seq_len", "vocab_size"}  # by FLAGS
     _without(path / "run.json", *{*younger} - given)
     for own, default in (
-        ("--experts 2", "--experts 0"), ("--ffn 64", "--ffn 128"), ("--kv-heads 8", "--kv-heads 4")
+        ("--experts 2", "--experts 0"), ("--ffn 64", "--ffn 128"), ("--kv-heads 8", "--kv-heads 4"),
+        ("--block llama", "--block gpt2"), ("--head untied", "--head tied"),
     ):  # fmt: skip
         assert _end(own, folder) == (2, f"{own}, but {path} has {default}")
     assert _end("--steps 5", folder) is None

@@ -28,6 +28,9 @@ EFFECTS = """a flag | flags that it needs | what changes
 --vocab-size 300 | | bits
 --dropout 0.1 | | bits
 --kv-heads 2 | | bits
+--block llama | | bits
+--rope-theta 100.0 | --block llama | bits
+--head untied | | bits
 --sp | --tp 2 | messages
 --recompute full | | memory
 --recompute-layers 2 | --recompute full --layers 2 | memory

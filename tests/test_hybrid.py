@@ -791,6 +791,13 @@ BAD_FLAGS = """processes | flags | what is wrong
 1 | --checkpoint DIR --resume-step -1 | --resume-step: -1 is not in [0, inf)
 8 | --checkpoint DIR --resume-step last | --resume-step: invalid number value: 'last'
 1 | --dropout 1 | --dropout: 1 is not in [0, 1)
+1 | --block llama --hidden 12 | \
+--block llama rotates pairs of elements, but --hidden 12 / --heads 4 is odd
+8 | --block llama --hidden 24 --heads 8 | \
+--block llama rotates pairs of elements, but --hidden 24 / --heads 8 is odd
+1 | --block llama --rope-theta 0 | --rope-theta: 0 is not in [1, inf)
+8 | --block llama --rope-theta 0 | --rope-theta: 0 is not in [1, inf)
+8 | --block mistral | --block: invalid choice: 'mistral'
 1 | --batch 8 | unrecognized arguments: --batch 8
 """
 
