@@ -50,7 +50,7 @@ def _logits_alone(args, weights):
     model = reference_gpt(args).double().eval()
     state = {name: tensor for name, tensor in weights.items() if "router.bias" not in name}
     missing, unexpected = model.load_state_dict(state, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])  # which is tied to wte
+    assert (missing, unexpected) == (["lm_head.weight"] * args.is_tied, [])
     return lambda tokens: model(torch.tensor([tokens[-T:]]))[0, -1].detach()
 
 
@@ -84,7 +84,13 @@ OF_EXPERTS = [
     (4, f"{MIXTURE} --tp 2 --dp 2 --ep 4 --balance none"),
     (8, f"{MIXTURE} --tp 2 --sp --cp 2 --pp 2 --ep 4 --moe-every 2"),
 ]
+OF_LLAMA = [
+    (2, "--block llama --cp 2"),
+    (4, "--block llama --tp 2 --sp --pp 2 --microbatches 4 --schedule zb-v"),
+    (2, f"--block llama {MIXTURE} --dp 2 --ep 2"),
+]
 PLAIN = [
+    (2, "--block llama --cp 2"),
     (2, "--tp 2 --sp --recompute full --dropout 0.1"),
     (3, "--cp 3 --zero 3"),
     (2, "--pp 2 --microbatches 4 --schedule dualpipe"),
@@ -94,7 +100,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize(
-    "world_size, flags", soak_but(lambda i, row: row in PLAIN, LAYOUTS + OF_EXPERTS)
+    "world_size, flags", soak_but(lambda i, row: row in PLAIN, LAYOUTS + OF_EXPERTS + OF_LLAMA)
 )
 def test_every_layout_writes_the_text_of_one_process_also_beyond_the_length_of_a_row(
     world_size, flags
