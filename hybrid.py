@@ -37,8 +37,9 @@ weights depend only on the model and the seed, and a batch only on its shape, th
 the seed. Four things do depend on the layout: dropout masks, the tokens that full experts drop, the
 experts that --topk-nodes rules out, and balance losses, which are computed for each microbatch.
 
-The model is GPT-2 (Radford et al., 2019), down to its parameters' names. The grid is from Narayanan
-et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+The model is GPT-2 (Radford et al., 2019), down to its parameters' names, or Llama (Touvron et al.,
+2023) under the same names. The grid is from Narayanan et al., "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM", 2021.
 train() is the training loop. Trainer.step() takes one step, which train() calls in two halves, to
 make the next batch between them. The rest serves these two.
 
@@ -650,6 +651,12 @@ class Mesh(SimpleNamespace):
         ep_group           0 1 2 3, 4 5 6 7      0 1, 2 3, 4 5, 6 7
         expert_dp_group    0 4, 1 5, 2 6, 3 7    0 4, 1 5, 2 6, 3 7
         expert_tp_group    each rank is alone    0 2, 1 3, 4 6, 5 7
+
+    With dp 4 and --replicate 2, ZeRO cuts over 0 1 and 2 3, and 0 2 and 1 3 have the same shards.
+    With ep 8 over two nodes of four ranks:
+
+        node_group         0 1 2 3, 4 5 6 7
+        cross_group        0 4, 1 5, 2 6, 3 7
     """
 
 
