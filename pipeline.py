@@ -40,7 +40,7 @@ Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Eff
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021
 (interleaved). Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (ZB-V only in the arXiv version).
-DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe).
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe; DualPipeV is in DeepSeek's code).
 
     torchrun --nproc-per-node 4 pipeline.py           print claimed and counted costs
     python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8       draw a schedule
@@ -354,8 +354,12 @@ def zb_v(num_stages, num_microbatches):
         cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # no rank waits for a W
         return warmup + steady + cooldown
 
-    down_and_up = [(r, 0) for r in range(p)] + [(r, 1) for r in reversed(range(p))]
-    return _schedule(p, m, letters, [down_and_up])
+    return _schedule(p, m, letters, [_down_and_up(p)])
+
+
+def _down_and_up(p):
+    """Return the route down chunk 0 of all ranks, and up chunk 1 of the same ranks."""
+    return [(r, 0) for r in range(p)] + [(r, 1) for r in reversed(range(p))]
 
 
 def forward_only(num_stages, num_microbatches, route=None):
@@ -390,6 +394,25 @@ def dualpipe(num_stages, num_microbatches):
     halves = range(m // 2), range(m // 2, m)
     schedule = [_actions(_dualpipe_letters(r, p, m // 2), *halves) for r in range(p)]
     return Schedule(schedule, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
+
+
+def dualpipe_v(num_stages, num_microbatches):
+    """DualPipe on 2p ranks, of which rank r and rank 2p-1-r are one rank here: one replica, a V.
+
+    The two halves of DualPipe's ranks mirror each other. So p ranks that each have a stage of both
+    halves do what the first half does, on ZB-V's route. Chunk 0 is stage r, chunk 1 is stage
+    2p-1-r, and all microbatches enter at rank 0. p = 2, m = 4:
+
+        rank 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 b2 f3 B1 b3 I2 W2 I3 W3
+        rank 1   F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 b2 B2 i3 I3 w3 W3
+
+    Nothing is stored twice, and p may be odd. If F = I = W, the bubble is half of what the table
+    says. Raises ValueError if m < 2p.
+    """
+    p, m = num_stages, num_microbatches
+    if m < 2 * p:
+        raise ValueError(f"num_microbatches={m} is less than 2 x num_stages={p}")
+    return _schedule(p, m, lambda rank: _dualpipe_letters(rank, 2 * p, m), [_down_and_up(p)])
 
 
 def _dualpipe_letters(rank, p, per_end):
@@ -429,7 +452,8 @@ class ScheduleKind:
     peak: the most microbatches whose activations it holds at a time, from their F to their B or W.
         One that two chunks hold counts twice. In zb-h1, zb-h2 and zb-v, some ranks hold fewer.
     sizes, times: for which p and m, and for which F, B, I and W, the bubble is this. In zb-h2, zb-v
-        and dualpipe it is this at most. Outside of `sizes`, interleaved and dualpipe do not exist.
+        and the two dualpipes it is this at most. Outside of `sizes`, interleaved and these two do
+        not exist.
     v: the number of chunks that share a rank's layers (those of dualpipe's two chunks are two
         replicas); None if the caller chooses it.
 
@@ -470,6 +494,10 @@ SCHEDULES = {
     "dualpipe": ScheduleKind(
         dualpipe, bubble="(p/2-1) * (F+2*B-3*W)", peak="p+1",
         sizes="m >= 2*p and p % 2 == m % 2 == 0", times="F <= B, W <= I",
+    ),
+    "dualpipe-v": ScheduleKind(
+        dualpipe_v, bubble="(p-1) * (F+2*B-3*W) / 2", peak="2*p+1",
+        sizes="m >= 2*p", times="F <= B, W <= I", v=2,
     ),
 }
 

@@ -779,6 +779,8 @@ BAD_FLAGS = """processes | flags | what is wrong
 4 | --pp 4 --layers 1 | --layers 1 is too few for 4 stages
 2 | --pp 2 --schedule interleaved --microbatches 3 | \
 --schedule interleaved: --microbatches 3 is not a multiple of --pp 2
+3 | --pp 3 --schedule dualpipe-v --microbatches 4 --layers 6 | \
+--schedule dualpipe-v: --microbatches 4 is less than 2 x --pp 3
 3 | --pp 3 --schedule dualpipe | \
 --schedule dualpipe: --pp 3 and --microbatches 6: both must be even, and --microbatches >= 2 x --pp
 2 | --pp 2 --batch-size 5 --microbatches 2 | --batch-size 5 is not divisible by --dp 1 * --micro

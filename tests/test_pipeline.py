@@ -23,8 +23,8 @@ from ddp import DistributedDataParallel
 from gpu_counts import batches, nccl_over_gloo, waits
 from pipeline import (
     SCHEDULES, SHORT, Action, DeferredLinear, Pipeline, Schedule, WeightGradStore, bubble_time,
-    draw, dualpipe, formulas_hold, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b,
-    one_f_one_b_step, peak_activations, pipeline_bytes, program, simulate, sum_replicas, zb_h1,
+    draw, dualpipe, dualpipe_v, formulas_hold, forward_only, gpipe, gpipe_step, interleaved,
+    one_f_one_b, one_f_one_b_step, peak_activations, pipeline_bytes, program, simulate, sum_replicas, zb_h1,
     zb_h2, zb_v,
 )
 from ranks import on_ranks, run
@@ -44,6 +44,7 @@ every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 DEFINED = {
     "interleaved": lambda p, m: m % p == 0,
     "dualpipe": lambda p, m: p % 2 == 0 and m % 2 == 0 and m >= 2 * p,
+    "dualpipe-v": lambda p, m: m >= 2 * p,
 }
 EXACT = {"zb-h1": lambda p, m: m >= p, "zb-h2": lambda p, m: m >= 2 * p - 1,
          "zb-v": lambda p, m: m >= 2 * p}
@@ -66,21 +67,24 @@ THEIRS = {  # {name: (PyTorch's schedule, the stages of rank r of p)}
     "1f1b": (pipelining.Schedule1F1B, lambda r, p: [r]),
     "interleaved": (pipelining.ScheduleInterleaved1F1B, lambda r, p: [r, r + p]),
     "zb-v": (pipelining.ScheduleZBVZeroBubble, lambda r, p: [r, 2 * p - 1 - r]),
+    "dualpipe-v": (pipelining.ScheduleDualPipeV, lambda r, p: [r, 2 * p - 1 - r]),
 }
 
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_actions_have_the_same_order_as_pytorchs(name):
     kind, stages_of = THEIRS[name]
-    for p, m in _sizes_of(name, [(2, 4), (4, 4), (4, 8), (4, 16), (6, 12)]):
+    for p, m in _sizes_of(name, [(2, 4), (3, 6), (4, 4), (4, 16), (6, 12), (8, 24)]):
         sizes = {"group_size": p, "group_rank": 0, "num_stages": p * len(stages_of(0, p))}
         stages = [MagicMock(stage_index=i, is_first=i == 0, **sizes) for i in stages_of(0, p)]
         theirs = kind(stages if len(stages) > 1 else stages[0], m, loss_fn=print).pipeline_order
         for rank, found in enumerate(SCHEDULES[name](p, m)):
             chunk_of = {stage: chunk for chunk, stage in enumerate(stages_of(rank, p))}
+            # pairs of a forward and a backward, in DualPipeV's order, are two actions here
+            alone = sum(((*(a.sub_actions or [a]),) for a in filter(None, theirs[rank])), ())
             expected = [
                 (a.computation_type.value, a.microbatch_index, chunk_of[a.stage_index])
-                for a in filter(None, theirs[rank])
+                for a in alone
                 if a.computation_type.value in "FBIW"
             ]
             if name == "1f1b":  # PyTorch numbers its microbatches from the rank's number on
@@ -96,16 +100,16 @@ def test_bubble_and_peak_are_those_of_the_formulas(name):
         schedule = interleaved(p, m, v) if name == "interleaved" else SCHEDULES[name](p, m)
         if v == -1:
             schedule = Schedule([actions[:m] + actions[:-m - 1 : -1] for actions in schedule])
-        parts = v if name in ("interleaved", "zb-v") else 1
+        parts = v if name in ("interleaved", "zb-v", "dualpipe-v") else 1
         for F, B, W in SPLIT_TIMES:
             timeline = simulate(schedule, F / parts, B / parts, weight=W / parts)
             claimed = bubble_time(name, p, m, F, B, W, v)
             ranks = timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble
-            if name == "dualpipe":
+            if name.startswith("dualpipe"):
                 assert claimed / 2 <= max(ranks) <= claimed
             elif EXACT.get(name, lambda p, m: True)(p, m):
                 assert max(ranks) == pytest.approx(claimed)
-            if name not in ("zb-h2", "zb-v", "dualpipe"):
+            if name not in ("zb-h2", "zb-v", "dualpipe", "dualpipe-v"):
                 assert timeline.bubble == pytest.approx([max(ranks)] * p)
         assert formulas_hold(name, p, m) == EXACT.get(name, lambda p, m: True)(p, m)
         claimed = [parts * peak_activations(name, p, m, v, rank) for rank in range(p)]
@@ -120,7 +124,7 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     small = lambda a: f"{a.kind.lower() if a.chunk else a.kind}{a.microbatch}"
     for make_schedule, p, m in (
         (one_f_one_b, 4, 6), (interleaved, 2, 4), (zb_h1, 4, 6), (zb_h2, 2, 4), (zb_v, 2, 4),
-        (dualpipe, 4, 8),
+        (dualpipe, 4, 8), (dualpipe_v, 2, 4),
     ):
         rows = re.findall(r"rank \d   ((?:[FBIWfbiw]\d ?)+)", make_schedule.__doc__)
         told = [" ".join(map(small, actions)) for actions in make_schedule(p, m)]
@@ -143,7 +147,7 @@ def test_the_command_compares_schedules_and_draws_one(monkeypatch, capsys):
     for name in SCHEDULES:
         row = next(line for line in compared if line.startswith(name))
         claimed, simulated, peak, held = map(float, row.split()[1:5])
-        assert peak == held and (claimed == simulated or name == "dualpipe")
+        assert peak == held and (claimed == simulated or "dualpipe" in name)
     few = told("--microbatches", "2")
     assert re.search("^zb-h1 +- +5.0 ", few, re.MULTILINE)
     assert few.endswith("\n-: the formula does not hold for so few microbatches\n")
@@ -170,6 +174,7 @@ def test_a_schedule_that_is_not_defined_or_cannot_finish_is_rejected():
     even = "num_stages={} and num_microbatches={}: both must be even"
     for make, wrong in (
         (lambda: interleaved(4, 6), "num_microbatches=6 is not a multiple of num_stages=4"),
+        (lambda: dualpipe_v(3, 5), "num_microbatches=5 is less than 2 x num_stages=3"),
         *((lambda s=s: dualpipe(*s), even.format(*s)) for s in ((3, 8), (4, 9), (4, 6))),
         (lambda: Schedule([_actions("F0 B0"), []]), "rank 1 has no actions"),
         (lambda: simulate(crossed), "cannot finish: rank 0 at B0, rank 1 at F1 waiting"),

@@ -236,7 +236,7 @@ def _torch_schedules():
         "Interleaved1F1B": (pipelining.ScheduleInterleaved1F1B, loop, "interleaved"),
         "InterleavedZeroBubble": (pipelining.ScheduleInterleavedZeroBubble, loop, "zb-h1"),
         "ZBVZeroBubble": (pipelining.ScheduleZBVZeroBubble, vee, "zb-v"),
-        "DualPipeV": (pipelining.ScheduleDualPipeV, vee, "zb-v"),
+        "DualPipeV": (pipelining.ScheduleDualPipeV, vee, "dualpipe-v"),
     }
 
 

@@ -183,7 +183,7 @@ def rows():
 # The bubble and the most activations for P = 4, m = 8, F = W = 1, B = 2, worked out by hand.
 SCHEDULED = {
     "naive": (72, 1), "gpipe": (9, 8), "1f1b": (9, 4), "interleaved": (4.5, 5.5), "zb-h1": (3, 4),
-    "zb-h2": (0, 7), "zb-v": (0, 4), "dualpipe": (2, 5),
+    "zb-h2": (0, 7), "zb-v": (0, 4), "dualpipe": (2, 5), "dualpipe-v": (3, 4.5),
 }
 
 
