@@ -1074,7 +1074,7 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, config, rotary, random=nullcontext(), attention_fn=attention, moe=None, **options
+        self, config, rotary=None, random=nullcontext(), attention_fn=attention, moe=None, **options
     ):
         super().__init__()
         self.config, self.rotary = config, rotary

@@ -63,7 +63,7 @@ class Layout(NamedTuple):
     ep_nodes: int = 1
     unfused: bool = False
     schedule: str = "1f1b"
-    chunks: int = 1  # per rank; zb-v has 2
+    chunks: int = 1  # per rank; zb-v and dualpipe-v have 2
     zero: int = 0
     replicate: int = 1
     moments: str = "fp32"
@@ -122,7 +122,7 @@ def shares_of(config, schedule, pp, chunks):
     others = (layers - last) / (stages - 1)
     least, most, rest = int(own * others), math.ceil(own * others), (own - 1) * others
     middle = Share(most, behind=pp - 1 - (least < most))
-    if schedule in ("zb-v", "dualpipe"):  # the first rank has the first and the last stage
+    if schedule in ("zb-v", "dualpipe", "dualpipe-v"):  # the first rank has the first and the last stage
         return [Share(int(rest) + last, 1, 1), middle]
     return [Share(least, 1, 0, pp - 1), middle, Share(math.ceil(rest) + last, 0, 1)]
 

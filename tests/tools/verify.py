@@ -55,7 +55,7 @@ from pipeline import SCHEDULES
 from reference_gpt import ReferenceTraining, initial_values, learning_rate, reference_gpt
 
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 5e-2, "bf16": 5e-2}
-SEED = 3  # with it, each parallel sum occurs in some layout of 2, 4 and 8 processes
+SEED = 0  # with it, each parallel sum occurs in some layout of 2, 4 and 8 processes
 SHOWN = 2, 4, 8
 INFINITE = "copies differ in a bit, or an initial value does, or a value is not a number"
 OF_ALL = "block head rope_theta collectives device dtype seed timeout"
