@@ -172,6 +172,38 @@ def fill_buckets(parameters, cap_bytes, kind):
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
+class GradientSum:
+    """How a bucket is summed over its group: by an all-reduce.
+
+    DistributedDataParallel takes any other object with these two methods, for example one that
+    halves the bytes:
+
+        class Fp16Sum:
+            def start(self, flat, group):
+                compressed = flat.half()
+                return flat, compressed, all_reduce(compressed, group=group, async_op=True)
+
+            def wait(self, started):
+                flat, compressed, work = started
+                work.wait()
+                flat.copy_(compressed)
+
+    start() is called in the same order on all ranks, from the thread that runs backward, and
+    wait() in the order of the starts. The gradients are already divided by the divisor. A bucket
+    passes the same tensor in every round, so an object can keep state by it, such as an error that
+    a compression has left. PyTorch's register_comm_hook() takes one function instead, which divides
+    by itself and returns a Future of the result.
+    """
+
+    def start(self, flat, group):
+        """Start to sum `flat` over the group. Return what wait() needs."""
+        return all_reduce(flat, group=group, async_op=True)
+
+    def wait(self, started):
+        """Return when the sum is in `flat`. On NCCL only the current stream waits for it."""
+        started.wait()
+
+
 class GradBucket:
     """Gradients that are packed into one flat tensor and reduced together.
 
@@ -180,9 +212,10 @@ class GradBucket:
     missing: the parameters whose gradients are not in their slots yet.
     """
 
-    def __init__(self, parameters, group, as_views):
+    def __init__(self, parameters, group, as_views, gradient_sum):
         self.group = group
         self.as_views = as_views
+        self.gradient_sum = gradient_sum
         self.missing = set()
         layout = FlatLayout(parameters)
         self.flat = parameters[0].new_zeros(layout.length, dtype=grad_dtype(parameters[0]))
@@ -205,11 +238,12 @@ class GradBucket:
 
     def reduce(self):
         """Start to sum the bucket over the group."""
-        self.work = all_reduce(self.flat, group=self.group, async_op=True)
+        self.started = self.gradient_sum.start(self.flat, self.group)
 
     def finish(self):
         """Wait for the sums, and copy them to .grad unless it is a view of them."""
-        self.work.wait()
+        self.gradient_sum.wait(self.started)
+        self.started = None  # frees what it holds
         for parameter, slot in self.slots.items():
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
                 raise RuntimeError("a hook or a second wrapper replaced .grad while it was reduced")
@@ -241,7 +275,7 @@ class Reducer:
     queue: the buckets whose reduction has not started in this round.
     """
 
-    def __init__(self, module, group_of, divisor, bucket_cap_mb, as_views):
+    def __init__(self, module, group_of, divisor, bucket_cap_mb, as_views, gradient_sum):
         self.module = module
         self.divisor = divisor
         # from the last layer to the first, as backward computes them
@@ -249,7 +283,9 @@ class Reducer:
         parameters = [p for _, p in named if p.requires_grad][::-1]
         kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
         filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
-        self.buckets = [GradBucket(bucket, group_of(bucket[0]), as_views) for bucket in filled]
+        self.buckets = [
+            GradBucket(bucket, group_of(bucket[0]), as_views, gradient_sum) for bucket in filled
+        ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self.dtypes = {p: grad_dtype(p) for p in parameters}
         self.is_reducing = False
@@ -333,6 +369,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     wait_in_backward: if False, backward() starts reductions and finish_grad_sync() waits for them.
     groups: {parameter: group} for parameters that only a subset of process_group replicates, such
         as those of an expert (expert_parallel.py). The divisor is the same for all parameters.
+    gradient_sum: an object that sums a bucket, by default GradientSum(), whose docstring says how
+        to write another kind. It takes the place of PyTorch's register_comm_hook().
     device_ids, output_device, find_unused_parameters, static_graph: accepted for compatibility.
         Inputs are not moved to a device, and unused parameters are always found.
 
@@ -349,6 +387,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self, module, device_ids=None, output_device=None, *, process_group=None, bucket_cap_mb=25,
         broadcast_buffers=True, find_unused_parameters=True, gradient_as_bucket_view=False,
         static_graph=False, gradient_divide_factor=None, wait_in_backward=True, groups=None,
+        gradient_sum=None,
     ):  # fmt: skip
         super().__init__()
         Joinable.__init__(self)
@@ -369,7 +408,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._buffer_names = {name for name, _ in buffers}
         self._bucket_bytes = bucket_cap_mb * 2**20
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
-        self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
+        how = gradient_as_bucket_view, gradient_sum or GradientSum()
+        self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, *how)
         self._announced = False  # under join(): whether other ranks expect a round of reductions
         self._can_join = groups is None and gradient_divide_factor is None
         self.require_backward_grad_sync = True
