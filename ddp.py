@@ -13,9 +13,9 @@ and each bucket is reduced as soon as its last gradient has been computed:
     backward      | layer 4 | layer 3 | layer 2 | layer 1 |
     network                           | bucket 0: 4, 3    | bucket 1: 2, 1    |
 
-A rank holds   all parameters, gradients and optimizer state: with Adam in fp32, 4 + 4 + 8 = 16
-               bytes per parameter, and 4 more for the buckets unless gradient_as_bucket_view is
-               set. zero.py divides these among the ranks.
+A rank holds   all parameters, gradients and optimizer state: 2 + 2 + 12 bytes per parameter, which
+               zero.py explains and divides among the ranks. The buckets take the size of the
+               gradients once more, unless gradient_as_bucket_view is set
 It sends       per step 2 (P-1)/P times the size of its gradients, in one all-reduce per bucket
 Overlap        backward can hide the reduction of every bucket except the last
 PyTorch's      DistributedDataParallel does the same; the class below lists the differences
