@@ -165,7 +165,7 @@ def count_of(config, layout, share):
 def memory_of(config, layout):
     """Return {kind: bytes} of the fullest rank: its state, and its peak of activations.
 
-    The state is that of `hybrid.py --dtype bf16`, see zero_memory(): 2 + 4 + 12 bytes per parameter.
+    The state is that of `hybrid.py --dtype bf16`, 2 + 4 + 12 bytes per parameter (zero_memory()).
     ZeRO-3 keeps no bf16 parameters except those that it has gathered.
     """
     ranks, bf16 = [], 2 * (layout.zero < 3)
