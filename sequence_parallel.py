@@ -417,6 +417,48 @@ def context_parallel_bytes(
     return nbytes, nbytes
 
 
+# ---- kernels -------------------------------------------------------------------------------------
+#
+# F.scaled_dot_product_attention() does not return lse, so these functions call its kernels: flash
+# attention or, for fp32 on GPUs, the memory-efficient one, which needs as many heads of k and v as
+# of q and pads lse to a multiple of 32 queries.
+
+aten = torch.ops.aten
+
+
+def block_attention(q, k, v, causal):
+    """Return the attention of q to k and v, shaped like q, and its lse, shaped like q[..., 0]."""
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if q.dtype in (torch.float16, torch.bfloat16):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    kernel = aten._scaled_dot_product_efficient_attention
+    output, lse, *_ = kernel(q, _repeated(k, q), _repeated(v, q), None, True, 0.0, causal)
+    return output, lse.narrow(2, 0, q.shape[2])
+
+
+def block_attention_backward(grad_output, q, k, v, output, lse, causal):
+    """Return a block's part of the gradients of q, k and v, given output and lse over all keys."""
+    if q.device.type == "cpu":
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(grad_output, q, k, v, output, lse, 0.0, causal)
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # not used without dropout
+    if q.dtype in (torch.float16, torch.bfloat16):
+        kernel = aten._scaled_dot_product_flash_attention_backward
+        tensors = (grad_output, q, k, v, output, lse.contiguous(), None, None)
+        return kernel(*tensors, q.shape[2], k.shape[2], 0.0, causal, seed, seed)
+    kernel = aten._scaled_dot_product_efficient_attention_backward
+    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # exp(score - inf) is 0
+    tensors = (grad_output, q, _repeated(k, q), _repeated(v, q), None, output, padded, seed, seed)
+    grad_q, *grads, _ = kernel(*tensors, 0.0, (True, True, True, False), causal)
+    return grad_q, *[grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads]
+
+
+def _repeated(k, q):
+    """Repeat the heads of k, or v, so that each head of q has its own."""
+    return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
 # ==== recomputation ===============================================================================
 #
 # A subject of its own: what layers keep for backward, and how to keep less. It needs no group.
@@ -549,48 +591,6 @@ def recomputation_bytes(layers, size, layer_input, whole_layer, microbatches=1):
     inputs = layer_input * (microbatches * groups - 1)
     # Backward frees the last group's input before it recomputes the group before.
     return inputs + max(whole_layer * last, (whole_layer * size - layer_input) * (groups > 1))
-
-
-# ---- kernels -------------------------------------------------------------------------------------
-#
-# F.scaled_dot_product_attention() does not return lse, so these functions call its kernels: flash
-# attention or, for fp32 on GPUs, the memory-efficient one, which needs as many heads of k and v as
-# of q and pads lse to a multiple of 32 queries.
-
-aten = torch.ops.aten
-
-
-def block_attention(q, k, v, causal):
-    """Return the attention of q to k and v, shaped like q, and its lse, shaped like q[..., 0]."""
-    if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if q.dtype in (torch.float16, torch.bfloat16):
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    kernel = aten._scaled_dot_product_efficient_attention
-    output, lse, *_ = kernel(q, _repeated(k, q), _repeated(v, q), None, True, 0.0, causal)
-    return output, lse.narrow(2, 0, q.shape[2])
-
-
-def block_attention_backward(grad_output, q, k, v, output, lse, causal):
-    """Return a block's part of the gradients of q, k and v, given output and lse over all keys."""
-    if q.device.type == "cpu":
-        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(grad_output, q, k, v, output, lse, 0.0, causal)
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # not used without dropout
-    if q.dtype in (torch.float16, torch.bfloat16):
-        kernel = aten._scaled_dot_product_flash_attention_backward
-        tensors = (grad_output, q, k, v, output, lse.contiguous(), None, None)
-        return kernel(*tensors, q.shape[2], k.shape[2], 0.0, causal, seed, seed)
-    kernel = aten._scaled_dot_product_efficient_attention_backward
-    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # exp(score - inf) is 0
-    tensors = (grad_output, q, _repeated(k, q), _repeated(v, q), None, output, padded, seed, seed)
-    grad_q, *grads, _ = kernel(*tensors, 0.0, (True, True, True, False), causal)
-    return grad_q, *[grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads]
-
-
-def _repeated(k, q):
-    """Repeat the heads of k, or v, so that each head of q has its own."""
-    return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
 # ---- demonstration -------------------------------------------------------------------------------
