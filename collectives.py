@@ -138,28 +138,6 @@ def ring_all_reduce(tensor, group=None):
 # Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
 # computed on all ranks in the same order, or in mirrored orders, since a + b is exactly b + a.
 
-_REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
-    ReduceOp.SUM: (torch.add, torch.sum),
-    ReduceOp.AVG: (torch.add, torch.sum),  # launch() divides at the end
-    ReduceOp.PRODUCT: (torch.mul, torch.prod),
-    ReduceOp.MIN: (torch.minimum, torch.amin),
-    ReduceOp.MAX: (torch.maximum, torch.amax),
-}
-
-
-class _Combine:
-    """Reduce two tensors by pair(a, b, out=...), or a matrix's rows by rows(matrix, 0, out=...).
-
-    scratch: matrices whose rows have been reduced, which the operation's next segments reuse
-    """
-
-    def __init__(self, op):
-        if op not in _REDUCTIONS:
-            raise ValueError(f"op={op} is not supported; SUM, AVG, PRODUCT, MIN and MAX are")
-        self.pair, self.rows = _REDUCTIONS[op]
-        self.scratch = []
-
-
 def _cut(flat, parts, P=1):
     """Cut a flat tensor into parts, each of which begins at a multiple of 128 P bytes.
 
@@ -407,6 +385,9 @@ def plain_all_reduce(tensor, algorithm="ring", group=None, **options):
         plain_exchange(sends, receives, group)
 
 
+# ---- from the root to all ranks, and from all ranks to the root ----------------------------------
+
+
 def _tree(operation):
     """Return this rank's parent and children, farthest first, in a tree of depth log2(P).
 
@@ -428,6 +409,45 @@ def _tree_broadcast(tensor, operation):
     if parent is not None:
         yield [], [(tensor, parent)]
     yield [(tensor, child) for child in children], []
+
+
+def _tree_reduce(tensor, operation, combine):
+    """Add the sums of this rank's children, nearest first, and pass the result to its parent."""
+    parent, children = _tree(operation)
+    sums = [torch.empty_like(tensor) for _ in children]
+    yield [], list(zip(sums, children))
+    total = tensor
+    for received in reversed(sums):
+        total = combine.pair(total, received, out=tensor if parent is None else received)
+    if parent is not None:
+        yield [(total, parent)], []
+
+
+def _scatter(output, inputs, operation):
+    """Send the root's inputs[r] to every other rank r, in 1 step. _gather() is the reverse.
+
+        rank        0         1         2         3
+        start    a b c d      .         .         .            root 0, P = 4
+        step 0      a         b         c         d
+    """
+    rank, root = operation.rank, operation.root
+    if rank != root:
+        yield [], [(output, root)]
+        return
+    output.copy_(inputs[rank])
+    for sends, _ in _pairwise(inputs, inputs, rank):
+        yield sends, []
+
+
+def _gather(outputs, input, operation):
+    """Receive the input of every other rank r in the root's outputs[r], in 1 step."""
+    rank, root = operation.rank, operation.root
+    if rank != root:
+        yield [(input, root)], []
+        return
+    outputs[rank].copy_(input)
+    for _, receives in _pairwise(outputs, outputs, rank):
+        yield [], receives
 
 
 # ---- the collectives -----------------------------------------------------------------------------
@@ -552,12 +572,6 @@ def _split_sizes(tensor, rows_of_ranks, world_size):
     return [size * tensor.numel() // max(1, rows) for size in sizes]
 
 
-def _check_fits(output, input, elements, expected):
-    if (elements, output.dtype) != (expected, input.dtype):
-        made = f"input makes {expected} of {input.dtype}"
-        raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
-
-
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     """Copy the root's `tensor` to every rank, in place."""
     operation = Operation("broadcast", group, tensor, async_op, root=(src, group_src))
@@ -571,18 +585,6 @@ def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_
     is_root = operation.rank == operation.root
     algorithms = lambda flat: [_tree_reduce(flat, operation, _Combine(op))]
     return launch(operation, algorithms, [tensor] if is_root else [], [] if is_root else [tensor])
-
-
-def _tree_reduce(tensor, operation, combine):
-    """Add the sums of this rank's children, nearest first, and pass the result to its parent."""
-    parent, children = _tree(operation)
-    sums = [torch.empty_like(tensor) for _ in children]
-    yield [], list(zip(sums, children))
-    total = tensor
-    for received in reversed(sums):
-        total = combine.pair(total, received, out=tensor if parent is None else received)
-    if parent is not None:
-        yield [(total, parent)], []
 
 
 def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
@@ -605,55 +607,6 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
     outputs = _list_of_root(operation, gather_list, tensor)
     algorithms = lambda *flat: [_gather(flat[:-1], flat[-1], operation)]
     return launch(operation, algorithms, outputs, [tensor], {"group_dst": operation.root})
-
-
-def _scatter(output, inputs, operation):
-    """Send the root's inputs[r] to every other rank r, in 1 step. _gather() is the reverse.
-
-        rank        0         1         2         3
-        start    a b c d      .         .         .            root 0, P = 4
-        step 0      a         b         c         d
-    """
-    rank, root = operation.rank, operation.root
-    if rank != root:
-        yield [], [(output, root)]
-        return
-    output.copy_(inputs[rank])
-    for sends, _ in _pairwise(inputs, inputs, rank):
-        yield sends, []
-
-
-def _gather(outputs, input, operation):
-    """Receive the input of every other rank r in the root's outputs[r], in 1 step."""
-    rank, root = operation.rank, operation.root
-    if rank != root:
-        yield [(input, root)], []
-        return
-    outputs[rank].copy_(input)
-    for _, receives in _pairwise(outputs, outputs, rank):
-        yield [], receives
-
-
-def _list_of_root(operation, tensors, like):
-    """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
-    if operation.rank != operation.root:
-        if tensors:
-            got = f"{operation.name} got a list on rank {operation.rank} of the group"
-            raise ValueError(f"{got}; only the root, rank {operation.root}, has one")
-        return []
-    tensors = _one_per_rank(operation, tensors)
-    for tensor in tensors:
-        _check_fits(tensor, like, tensor.numel(), like.numel())
-    return tensors
-
-
-def _one_per_rank(operation, tensors):
-    """Return the list of tensors, or raise ValueError unless it has one for each rank."""
-    tensors = tensors or []
-    if len(tensors) != operation.world_size:
-        expected = f"world_size={operation.world_size}"
-        raise ValueError(f"{operation.name} got a list of {len(tensors)} tensors, not {expected}")
-    return tensors
 
 
 def barrier(group=None):
@@ -973,6 +926,30 @@ def choose_segments(operation, nbytes, phases=1, name="auto"):
         return name, 1, options
     segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
     return name, max(1, math.ceil(nbytes / segment_bytes)), options
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+_REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
+    ReduceOp.SUM: (torch.add, torch.sum),
+    ReduceOp.AVG: (torch.add, torch.sum),  # launch() divides at the end
+    ReduceOp.PRODUCT: (torch.mul, torch.prod),
+    ReduceOp.MIN: (torch.minimum, torch.amin),
+    ReduceOp.MAX: (torch.maximum, torch.amax),
+}
+
+
+class _Combine:
+    """Reduce two tensors by pair(a, b, out=...), or a matrix's rows by rows(matrix, 0, out=...).
+
+    scratch: matrices whose rows have been reduced, which the operation's next segments reuse
+    """
+
+    def __init__(self, op):
+        if op not in _REDUCTIONS:
+            raise ValueError(f"op={op} is not supported; SUM, AVG, PRODUCT, MIN and MAX are")
+        self.pair, self.rows = _REDUCTIONS[op]
+        self.scratch = []
 
 
 # ---- an operation and its queue ------------------------------------------------------------------
@@ -1397,6 +1374,34 @@ def ranks_in_both(group, other):
     """Return the global ranks that are in both groups."""
     groups = [membership(one, "ranks_in_both") for one in (group, other)]
     return set(groups[0].ranks).intersection(groups[1].ranks)
+
+
+def _check_fits(output, input, elements, expected):
+    if (elements, output.dtype) != (expected, input.dtype):
+        made = f"input makes {expected} of {input.dtype}"
+        raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
+
+
+def _list_of_root(operation, tensors, like):
+    """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
+    if operation.rank != operation.root:
+        if tensors:
+            got = f"{operation.name} got a list on rank {operation.rank} of the group"
+            raise ValueError(f"{got}; only the root, rank {operation.root}, has one")
+        return []
+    tensors = _one_per_rank(operation, tensors)
+    for tensor in tensors:
+        _check_fits(tensor, like, tensor.numel(), like.numel())
+    return tensors
+
+
+def _one_per_rank(operation, tensors):
+    """Return the list of tensors, or raise ValueError unless it has one for each rank."""
+    tensors = tensors or []
+    if len(tensors) != operation.world_size:
+        expected = f"world_size={operation.world_size}"
+        raise ValueError(f"{operation.name} got a list of {len(tensors)} tensors, not {expected}")
+    return tensors
 
 
 def autocasted(x):
