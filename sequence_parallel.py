@@ -479,8 +479,8 @@ def _repeated(k, q):
 
 # ==== what a layer keeps for backward =============================================================
 #
-# A subject of its own, which needs no group: how to keep less (recomputation, and dropout with small
-# masks), and how many bytes a layer keeps. A reader of sequence and context parallelism may stop.
+# A subject of its own, which needs no group: recomputation, dropout with small masks, and the bytes
+# that a layer keeps. A reader who wants sequence and context parallelism alone may stop here.
 
 # ---- recomputation -------------------------------------------------------------------------------
 #
