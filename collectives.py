@@ -481,7 +481,7 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
         parts = zip(_cut(flat[0], segments, P), _cut(flat[-1], segments, P))
         return [_all_reduce(name, *part, combine, rank, P, **options) for part in parts]
 
-    _check_fits(output, tensor, output.numel(), tensor.numel())
+    check_fits(output, tensor, output.numel(), tensor.numel())
     return launch(operation, algorithms, [output], inputs, {"op": op})
 
 
@@ -490,7 +490,7 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     operation = Operation("reduce_scatter_single", group, output, async_op, op)
     rank, P = operation.place
     combine = Reduction(op)
-    _check_fits(output, input, P * output.numel(), input.numel())
+    check_fits(output, input, P * output.numel(), input.numel())
 
     def algorithms(output, input):
         name, segments, options = choose_segments(operation, input.nbytes)
@@ -505,7 +505,7 @@ def all_gather_single(output, input, group=None, async_op=False):
     """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
     operation = Operation("all_gather_single", group, output, async_op)
     rank, P = operation.place
-    _check_fits(output, input, output.numel(), P * input.numel())
+    check_fits(output, input, output.numel(), P * input.numel())
 
     def algorithms(output, input):
         name, segments, options = choose_segments(operation, output.nbytes)
@@ -531,10 +531,10 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     """
     operation = Operation("all_gather", group, tensor, async_op)
     rank, _ = operation.place
-    outputs = _one_per_rank(operation, tensor_list)
+    outputs = one_per_rank(operation, tensor_list)
     lengths = [output.numel() for output in outputs]
     for r, output in enumerate(outputs):
-        _check_fits(output, tensor, lengths[r], tensor.numel() if r == rank else lengths[r])
+        check_fits(output, tensor, lengths[r], tensor.numel() if r == rank else lengths[r])
 
     def algorithms(*flat):
         *chunks, input = flat
@@ -556,7 +556,7 @@ def all_to_all_single(
     rank, P = operation.place
     received = _split_sizes(output, output_split_sizes, P)
     sent = _split_sizes(input, input_split_sizes, P)
-    _check_fits(output, input, received[rank], sent[rank])
+    check_fits(output, input, received[rank], sent[rank])
 
     def algorithms(output, input):
         outputs = output.split_with_sizes(received)
@@ -604,7 +604,7 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
     """
     operation = Operation("scatter", group, tensor, async_op, root=(src, group_src))
     rank, root = operation.rank, operation.root
-    inputs = _list_of_root(operation, scatter_list, tensor)
+    inputs = list_of_root(operation, scatter_list, tensor)
     algorithms = lambda output, *inputs: [_scatter(output, inputs, rank, root)]
     return launch(operation, algorithms, [tensor], inputs, {"group_src": root})
 
@@ -616,7 +616,7 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
     """
     operation = Operation("gather", group, tensor, async_op, root=(dst, group_dst))
     rank, root = operation.rank, operation.root
-    outputs = _list_of_root(operation, gather_list, tensor)
+    outputs = list_of_root(operation, gather_list, tensor)
     algorithms = lambda *flat: [_gather(flat[:-1], flat[-1], rank, root)]
     return launch(operation, algorithms, outputs, [tensor], {"group_dst": root})
 
@@ -1414,26 +1414,26 @@ def ranks_in_both(group, other):
     return set(groups[0].ranks).intersection(groups[1].ranks)
 
 
-def _check_fits(output, input, elements, expected):
+def check_fits(output, input, elements, expected):
     if (elements, output.dtype) != (expected, input.dtype):
         made = f"input makes {expected} of {input.dtype}"
         raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
 
 
-def _list_of_root(operation, tensors, like):
+def list_of_root(operation, tensors, like):
     """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
     if operation.rank != operation.root:
         if tensors:
             got = f"{operation.name} got a list on rank {operation.rank} of the group"
             raise ValueError(f"{got}; only the root, rank {operation.root}, has one")
         return []
-    tensors = _one_per_rank(operation, tensors)
+    tensors = one_per_rank(operation, tensors)
     for tensor in tensors:
-        _check_fits(tensor, like, tensor.numel(), like.numel())
+        check_fits(tensor, like, tensor.numel(), like.numel())
     return tensors
 
 
-def _one_per_rank(operation, tensors):
+def one_per_rank(operation, tensors):
     """Return the list of tensors, or raise ValueError unless it has one for each rank."""
     tensors = tensors or []
     if len(tensors) != operation.world_size:
