@@ -85,15 +85,13 @@ def plain_exchange(sends, receives, group=None):
     """
     sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
     receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
-    operation = Operation("plain_exchange", group)
-    operation.tell("post", sends, receives)  # so that count_bytes() sees the messages
     message = partial(dist.P2POp, group=group, tag=TAG)
     batch = [message(dist.irecv, tensor, group_peer=peer) for tensor, peer in receives]
     batch += [message(dist.isend, tensor, group_peer=peer) for tensor, peer in sends]
-    if batch:
-        for request in dist.batch_isend_irecv(batch):
-            request.wait()
-    operation.tell("end")
+    with reported("plain_exchange", sends, receives, group):  # so that count_bytes() sees them
+        if batch:
+            for request in dist.batch_isend_irecv(batch):
+                request.wait()
 
 
 # ---- the idea: a sum travels around a ring -------------------------------------------------------
@@ -132,32 +130,17 @@ def ring_all_reduce(tensor, group=None):
 # ---- reduce-scatter, all-gather, all-reduce ------------------------------------------------------
 #
 # An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
-# the batch are complete, and computes before it yields the next batch. plain_all_reduce() is all
-# that it takes to run one.
+# the batch are complete, and computes before it yields the next batch. plain_run() is all that it
+# takes to run one. combine(a, b, out=...) is torch.add(), or what an operation does in its place.
 #
 # Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
 # computed on all ranks in the same order, or in mirrored orders, since a + b is exactly b + a.
 
-_REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
-    ReduceOp.SUM: (torch.add, torch.sum),
-    ReduceOp.AVG: (torch.add, torch.sum),  # launch() divides at the end
-    ReduceOp.PRODUCT: (torch.mul, torch.prod),
-    ReduceOp.MIN: (torch.minimum, torch.amin),
-    ReduceOp.MAX: (torch.maximum, torch.amax),
-}
 
-
-class _Combine:
-    """Reduce two tensors by pair(a, b, out=...), or a matrix's rows by rows(matrix, 0, out=...).
-
-    scratch: matrices whose rows have been reduced, which the operation's next segments reuse
-    """
-
-    def __init__(self, op):
-        if op not in _REDUCTIONS:
-            raise ValueError(f"op={op} is not supported; SUM, AVG, PRODUCT, MIN and MAX are")
-        self.pair, self.rows = _REDUCTIONS[op]
-        self.scratch = []
+def plain_run(algorithm, group=None):
+    """Send what an algorithm yields, and wait for it, until the algorithm ends."""
+    for sends, receives in algorithm:
+        plain_exchange(sends, receives, group)
 
 
 def _cut(flat, parts, P=1):
@@ -194,7 +177,7 @@ def _ring_reduce_scatter(chunks, output, combine, rank):
         own = chunks[(rank - step - 2) % P]
         received = torch.empty_like(own)
         yield [(total, (rank + 1) % P)], [(received, (rank - 1) % P)]
-        total = combine.pair(received, own, out=output if step == P - 2 else received)
+        total = combine(received, own, out=output if step == P - 2 else received)
     if P == 1:
         output.copy_(total)
 
@@ -226,19 +209,12 @@ def _pairwise(outgoing, arriving, rank):
 
 
 def _direct_reduce_scatter(chunks, output, combine, rank):
-    """Send chunk r to rank r in 1 step. Rank r then reduces all ranks' chunks r."""
+    """Send chunk r to rank r in 1 step. Rank r then reduces all ranks' chunks r, in rank order."""
     P = len(chunks)
     if P == 1:
         output.copy_(chunks[0])
-    elif output.is_cuda:  # one kernel reads each element once, and rounds once
-        unit = ALIGNMENT // output.itemsize
-        longest = (len(output) // unit + 2) * unit  # _cut() makes some segments one unit longer
-        matrix = combine.scratch.pop() if combine.scratch else output.new_empty(P, longest)
-        rows = matrix[:, : len(output)]  # row r: from rank r
-        yield from _pairwise(chunks, rows.unbind(), rank)
-        rows[rank].copy_(chunks[rank])
-        combine.rows(rows, 0, out=output)
-        combine.scratch.append(matrix)  # NCCL writes there only after the kernel has read it
+    elif output.is_cuda and isinstance(combine, Reduction):
+        yield from combine.reduce_at_once(chunks, output, rank)  # does the same in one GPU kernel
     else:
         parts = [torch.empty_like(output) for _ in chunks]
         yield from _pairwise(chunks, parts, rank)
@@ -246,8 +222,8 @@ def _direct_reduce_scatter(chunks, output, combine, rank):
         parts[rank] = chunks[rank]
         total, *others, last = parts
         for part in others:
-            total = combine.pair(total, part, out=partial_sum)
-        combine.pair(total, last, out=output)
+            total = combine(total, part, out=partial_sum)
+        combine(total, last, out=output)
 
 
 def _direct_all_gather(chunks, rank):
@@ -270,7 +246,7 @@ def _halving(chunks, output, combine, rank):
             kept, sent = sent, kept
         received = torch.empty_like(_joined(kept))
         yield [(_joined(sent), partner)], [(received, partner)]
-        total = combine.pair(_joined(kept), received, out=received if half > 1 else output)
+        total = combine(_joined(kept), received, out=received if half > 1 else output)
         chunks = total.split_with_sizes([len(chunk) for chunk in kept])
 
 
@@ -363,7 +339,7 @@ def _recursive_doubling(output, input, combine, rank, world_size):
         received = torch.empty_like(input)
         yield [(total, rank ^ distance)], [(received, rank ^ distance)]
         distance *= 2
-        total = combine.pair(total, received, out=output if distance == world_size else received)
+        total = combine(total, received, out=output if distance == world_size else received)
 
 
 def _all_reduce(name, output, input, combine, rank, world_size, **options):
@@ -381,7 +357,7 @@ def _all_reduce(name, output, input, combine, rank, world_size, **options):
     if stands_in:
         other = torch.empty_like(input)
         yield [], [(other, rank + core)]
-        input = combine.pair(input, other, out=other)
+        input = combine(input, other, out=other)
     if name == "naive":
         yield from _direct_reduce_scatter([input] * core, output, combine, rank)
     elif name == "recursive_doubling":
@@ -396,41 +372,90 @@ def _all_reduce(name, output, input, combine, rank, world_size, **options):
 
 
 def plain_all_reduce(tensor, algorithm="ring", group=None, **options):
-    """Sum a contiguous tensor over the group in place: send what an algorithm yields, and wait.
+    """Sum a contiguous tensor over the group in place, by one of the algorithms above.
 
     algorithm: a name from the module docstring; options: ranks_per_node for hierarchical
     """
     rank, P = rank_and_size(group)
     flat = tensor.view(-1)
-    combine = _Combine(ReduceOp.SUM)
-    for sends, receives in _all_reduce(algorithm, flat, flat, combine, rank, P, **options):
-        plain_exchange(sends, receives, group)
+    plain_run(_all_reduce(algorithm, flat, flat, torch.add, rank, P, **options), group)
 
 
-def _tree(operation):
+# ---- from the root to all ranks, and from all ranks to the root ----------------------------------
+
+
+def _tree(rank, root, P):
     """Return this rank's parent and children, farthest first, in a tree of depth log2(P).
 
-    Ranks are numbered from the root on. A number's lowest set bit is the distance to its parent:
+    Ranks are numbered from the root on. The distance to a number's parent is the largest power of
+    two that divides it. A number's children are at smaller distances; the root's at all distances:
 
         4 -> 0     2 -> 0, 6 -> 4     1 -> 0, 3 -> 2, 5 -> 4, 7 -> 6       (P = 8)
     """
-    rank, P = operation.place
-    number = (rank - operation.root) % P
-    lowest_bit = number & -number or P
-    distances = [1 << k for k in range(P.bit_length()) if 1 << k < min(lowest_bit, P - number)]
-    children = [(rank + distance) % P for distance in reversed(distances)]
-    return (rank - lowest_bit) % P if number else None, children
+    number = (rank - root) % P
+    children = []
+    distance = 1
+    while distance < P and number % (2 * distance) == 0:
+        if number + distance < P:
+            children.insert(0, (rank + distance) % P)
+        distance *= 2
+    parent = None if number == 0 else (rank - distance) % P
+    return parent, children
 
 
-def _tree_broadcast(tensor, operation):
+def _tree_broadcast(tensor, rank, root, P):
     """Receive the tensor from this rank's parent and pass it on to its children."""
-    parent, children = _tree(operation)
+    parent, children = _tree(rank, root, P)
     if parent is not None:
         yield [], [(tensor, parent)]
     yield [(tensor, child) for child in children], []
 
 
+def _tree_reduce(tensor, combine, rank, root, P):
+    """Add the sums of this rank's children, nearest first, and pass the result to its parent."""
+    parent, children = _tree(rank, root, P)
+    sums = [torch.empty_like(tensor) for _ in children]
+    yield [], list(zip(sums, children))
+    total = tensor
+    for received in reversed(sums):
+        total = combine(total, received, out=tensor if parent is None else received)
+    if parent is not None:
+        yield [(total, parent)], []
+
+
+def _scatter(output, inputs, rank, root):
+    """Send the root's inputs[r] to every other rank r, in 1 step. _gather() is the reverse.
+
+        rank        0         1         2         3
+        start    a b c d      .         .         .            root 0, P = 4
+        step 0      a         b         c         d
+    """
+    if rank != root:
+        yield [], [(output, root)]
+        return
+    output.copy_(inputs[rank])
+    for sends, _ in _pairwise(inputs, inputs, rank):
+        yield sends, []
+
+
+def _gather(outputs, input, rank, root):
+    """Receive the input of every other rank r in the root's outputs[r], in 1 step."""
+    if rank != root:
+        yield [(input, root)], []
+        return
+    outputs[rank].copy_(input)
+    for _, receives in _pairwise(outputs, outputs, rank):
+        yield [], receives
+
+
 # ---- the collectives -----------------------------------------------------------------------------
+#
+# Each call runs one of the algorithms above, and adds what users need: defaults, checks, async_op.
+# It makes an Operation, which knows the group, and passes launch() a function `algorithms`, which
+# makes the generators. Until the upper floor, take for granted that launch() runs them as
+# plain_run() would, that Reduction(op) is their `combine`, and that choose_segments() returns the
+# quickest algorithm for a size, and into how many segments, each with a generator of its own, to
+# cut a long tensor.
 #
 # With async_op=True each returns an Operation to wait() for. The root is src or dst, a global rank,
 # or group_src or group_dst, a rank of the group. By default it is global rank 0 (in PyTorch,
@@ -446,7 +471,7 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     """
     operation = Operation("all_reduce", group, tensor, async_op, op)
     rank, P = operation.place
-    combine = _Combine(op)
+    combine = Reduction(op)
     inputs = [] if output is None else [tensor]
     if output is None:
         output = tensor
@@ -456,7 +481,7 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
         parts = zip(_cut(flat[0], segments, P), _cut(flat[-1], segments, P))
         return [_all_reduce(name, *part, combine, rank, P, **options) for part in parts]
 
-    _check_fits(output, tensor, output.numel(), tensor.numel())
+    check_fits(output, tensor, output.numel(), tensor.numel())
     return launch(operation, algorithms, [output], inputs, {"op": op})
 
 
@@ -464,8 +489,8 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     """Reduce `input` over the group. Rank r keeps chunk r in `output`, which is 1/P as long."""
     operation = Operation("reduce_scatter_single", group, output, async_op, op)
     rank, P = operation.place
-    combine = _Combine(op)
-    _check_fits(output, input, P * output.numel(), input.numel())
+    combine = Reduction(op)
+    check_fits(output, input, P * output.numel(), input.numel())
 
     def algorithms(output, input):
         name, segments, options = choose_segments(operation, input.nbytes)
@@ -480,7 +505,7 @@ def all_gather_single(output, input, group=None, async_op=False):
     """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
     operation = Operation("all_gather_single", group, output, async_op)
     rank, P = operation.place
-    _check_fits(output, input, output.numel(), P * input.numel())
+    check_fits(output, input, output.numel(), P * input.numel())
 
     def algorithms(output, input):
         name, segments, options = choose_segments(operation, output.nbytes)
@@ -506,10 +531,10 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     """
     operation = Operation("all_gather", group, tensor, async_op)
     rank, _ = operation.place
-    outputs = _one_per_rank(operation, tensor_list)
+    outputs = one_per_rank(operation, tensor_list)
     lengths = [output.numel() for output in outputs]
     for r, output in enumerate(outputs):
-        _check_fits(output, tensor, lengths[r], tensor.numel() if r == rank else lengths[r])
+        check_fits(output, tensor, lengths[r], tensor.numel() if r == rank else lengths[r])
 
     def algorithms(*flat):
         *chunks, input = flat
@@ -531,7 +556,7 @@ def all_to_all_single(
     rank, P = operation.place
     received = _split_sizes(output, output_split_sizes, P)
     sent = _split_sizes(input, input_split_sizes, P)
-    _check_fits(output, input, received[rank], sent[rank])
+    check_fits(output, input, received[rank], sent[rank])
 
     def algorithms(output, input):
         outputs = output.split_with_sizes(received)
@@ -552,37 +577,24 @@ def _split_sizes(tensor, rows_of_ranks, world_size):
     return [size * tensor.numel() // max(1, rows) for size in sizes]
 
 
-def _check_fits(output, input, elements, expected):
-    if (elements, output.dtype) != (expected, input.dtype):
-        made = f"input makes {expected} of {input.dtype}"
-        raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
-
-
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     """Copy the root's `tensor` to every rank, in place."""
     operation = Operation("broadcast", group, tensor, async_op, root=(src, group_src))
-    options = {"group_src": operation.root}
-    return launch(operation, lambda x: [_tree_broadcast(x, operation)], [tensor], [], options)
+    rank, P = operation.place
+    root = operation.root
+    algorithms = lambda flat: [_tree_broadcast(flat, rank, root, P)]
+    return launch(operation, algorithms, [tensor], [], {"group_src": root})
 
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
     """Reduce `tensor` over the group into the root's tensor. The other ranks keep theirs."""
     operation = Operation("reduce", group, tensor, async_op, op, root=(dst, group_dst))
-    is_root = operation.rank == operation.root
-    algorithms = lambda flat: [_tree_reduce(flat, operation, _Combine(op))]
-    return launch(operation, algorithms, [tensor] if is_root else [], [] if is_root else [tensor])
-
-
-def _tree_reduce(tensor, operation, combine):
-    """Add the sums of this rank's children, nearest first, and pass the result to its parent."""
-    parent, children = _tree(operation)
-    sums = [torch.empty_like(tensor) for _ in children]
-    yield [], list(zip(sums, children))
-    total = tensor
-    for received in reversed(sums):
-        total = combine.pair(total, received, out=tensor if parent is None else received)
-    if parent is not None:
-        yield [(total, parent)], []
+    rank, P = operation.place
+    root = operation.root
+    algorithms = lambda flat: [_tree_reduce(flat, Reduction(op), rank, root, P)]
+    if rank == root:
+        return launch(operation, algorithms, outputs=[tensor])
+    return launch(operation, algorithms, outputs=[], inputs=[tensor])
 
 
 def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
@@ -591,9 +603,10 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
     Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
     """
     operation = Operation("scatter", group, tensor, async_op, root=(src, group_src))
-    inputs = _list_of_root(operation, scatter_list, tensor)
-    algorithms = lambda output, *inputs: [_scatter(output, inputs, operation)]
-    return launch(operation, algorithms, [tensor], inputs, {"group_src": operation.root})
+    rank, root = operation.rank, operation.root
+    inputs = list_of_root(operation, scatter_list, tensor)
+    algorithms = lambda output, *inputs: [_scatter(output, inputs, rank, root)]
+    return launch(operation, algorithms, [tensor], inputs, {"group_src": root})
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
@@ -602,58 +615,10 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
     Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
     """
     operation = Operation("gather", group, tensor, async_op, root=(dst, group_dst))
-    outputs = _list_of_root(operation, gather_list, tensor)
-    algorithms = lambda *flat: [_gather(flat[:-1], flat[-1], operation)]
-    return launch(operation, algorithms, outputs, [tensor], {"group_dst": operation.root})
-
-
-def _scatter(output, inputs, operation):
-    """Send the root's inputs[r] to every other rank r, in 1 step. _gather() is the reverse.
-
-        rank        0         1         2         3
-        start    a b c d      .         .         .            root 0, P = 4
-        step 0      a         b         c         d
-    """
     rank, root = operation.rank, operation.root
-    if rank != root:
-        yield [], [(output, root)]
-        return
-    output.copy_(inputs[rank])
-    for sends, _ in _pairwise(inputs, inputs, rank):
-        yield sends, []
-
-
-def _gather(outputs, input, operation):
-    """Receive the input of every other rank r in the root's outputs[r], in 1 step."""
-    rank, root = operation.rank, operation.root
-    if rank != root:
-        yield [(input, root)], []
-        return
-    outputs[rank].copy_(input)
-    for _, receives in _pairwise(outputs, outputs, rank):
-        yield [], receives
-
-
-def _list_of_root(operation, tensors, like):
-    """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
-    if operation.rank != operation.root:
-        if tensors:
-            got = f"{operation.name} got a list on rank {operation.rank} of the group"
-            raise ValueError(f"{got}; only the root, rank {operation.root}, has one")
-        return []
-    tensors = _one_per_rank(operation, tensors)
-    for tensor in tensors:
-        _check_fits(tensor, like, tensor.numel(), like.numel())
-    return tensors
-
-
-def _one_per_rank(operation, tensors):
-    """Return the list of tensors, or raise ValueError unless it has one for each rank."""
-    tensors = tensors or []
-    if len(tensors) != operation.world_size:
-        expected = f"world_size={operation.world_size}"
-        raise ValueError(f"{operation.name} got a list of {len(tensors)} tensors, not {expected}")
-    return tensors
+    outputs = list_of_root(operation, gather_list, tensor)
+    algorithms = lambda *flat: [_gather(flat[:-1], flat[-1], rank, root)]
+    return launch(operation, algorithms, outputs, [tensor], {"group_dst": root})
 
 
 def barrier(group=None):
@@ -781,7 +746,7 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
     return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
 
 
-# ---- the cost ------------------------------------------------------------------------------------
+# ---- the cost, and the counter of bytes ----------------------------------------------------------
 
 
 def reduce_scatter_bytes(nbytes, world_size):
@@ -865,9 +830,9 @@ def count_bytes():
 
 # ==== upper floor =================================================================================
 #
-# So far, every algorithm is a generator of batches. What follows runs them fast: an operation has
-# a queue, long tensors are cut into segments that take turns, and the algorithm is chosen by size.
-# A reader who wants the techniques alone may go on with ddp.py.
+# So far, every algorithm is a generator of batches. What follows is how launch() runs them fast: an
+# operation has a queue, the segments of long tensors take turns, and the algorithm is chosen by
+# size. A reader who wants the techniques alone may go on with ddp.py.
 
 # ---- messages ------------------------------------------------------------------------------------
 
@@ -973,6 +938,45 @@ def choose_segments(operation, nbytes, phases=1, name="auto"):
         return name, 1, options
     segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
     return name, max(1, math.ceil(nbytes / segment_bytes)), options
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+_REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
+    ReduceOp.SUM: (torch.add, torch.sum),
+    ReduceOp.AVG: (torch.add, torch.sum),  # launch() divides at the end
+    ReduceOp.PRODUCT: (torch.mul, torch.prod),
+    ReduceOp.MIN: (torch.minimum, torch.amin),
+    ReduceOp.MAX: (torch.maximum, torch.amax),
+}
+
+
+class Reduction:
+    """What algorithms call as combine(a, b, out=...), for a ReduceOp.
+
+    rows: reduces a matrix's rows, by rows(matrix, 0, out=...)
+    scratch: matrices whose rows have been reduced, which the operation's next segments reuse
+    """
+
+    def __init__(self, op):
+        if op not in _REDUCTIONS:
+            raise ValueError(f"op={op} is not supported; SUM, AVG, PRODUCT, MIN and MAX are")
+        self.pair, self.rows = _REDUCTIONS[op]
+        self.scratch = []
+
+    def __call__(self, a, b, out):
+        return self.pair(a, b, out=out)
+
+    def reduce_at_once(self, chunks, output, rank):
+        """Do what _direct_reduce_scatter() does. One kernel reads each element and rounds once."""
+        unit = ALIGNMENT // output.itemsize
+        longest = (len(output) // unit + 2) * unit  # _cut() makes some segments one unit longer
+        matrix = self.scratch.pop() if self.scratch else output.new_empty(len(chunks), longest)
+        rows = matrix[:, : len(output)]  # row r: from rank r
+        yield from _pairwise(chunks, rows.unbind(), rank)
+        rows[rank].copy_(chunks[rank])
+        self.rows(rows, 0, out=output)
+        self.scratch.append(matrix)  # NCCL writes there only after the kernel has read it
 
 
 # ---- an operation and its queue ------------------------------------------------------------------
@@ -1141,6 +1145,17 @@ class Operation:
             peers = " or ".join(str(self.ranks[peer]) for peer in sorted({p for _, p in messages}))
             where = f"{self.name} in the group of ranks {self.ranks}: rank {self.ranks[self.rank]}"
             raise RuntimeError(f"{where} lost rank {peers}: {error}") from error
+
+
+@contextmanager
+def reported(name, sends, receives, group):
+    """Tell listeners (see observe()) of messages that the block sends and receives."""
+    operation = Operation(name, group)
+    operation.tell("post", sends, receives)
+    try:
+        yield
+    finally:
+        operation.tell("end")
 
 
 def post_batch(group, sends, receives):
@@ -1397,6 +1412,34 @@ def ranks_in_both(group, other):
     """Return the global ranks that are in both groups."""
     groups = [membership(one, "ranks_in_both") for one in (group, other)]
     return set(groups[0].ranks).intersection(groups[1].ranks)
+
+
+def check_fits(output, input, elements, expected):
+    if (elements, output.dtype) != (expected, input.dtype):
+        made = f"input makes {expected} of {input.dtype}"
+        raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
+
+
+def list_of_root(operation, tensors, like):
+    """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
+    if operation.rank != operation.root:
+        if tensors:
+            got = f"{operation.name} got a list on rank {operation.rank} of the group"
+            raise ValueError(f"{got}; only the root, rank {operation.root}, has one")
+        return []
+    tensors = one_per_rank(operation, tensors)
+    for tensor in tensors:
+        check_fits(tensor, like, tensor.numel(), like.numel())
+    return tensors
+
+
+def one_per_rank(operation, tensors):
+    """Return the list of tensors, or raise ValueError unless it has one for each rank."""
+    tensors = tensors or []
+    if len(tensors) != operation.world_size:
+        expected = f"world_size={operation.world_size}"
+        raise ValueError(f"{operation.name} got a list of {len(tensors)} tensors, not {expected}")
+    return tensors
 
 
 def autocasted(x):

@@ -13,9 +13,9 @@ and each bucket is reduced as soon as its last gradient has been computed:
     backward      | layer 4 | layer 3 | layer 2 | layer 1 |
     network                           | bucket 0: 4, 3    | bucket 1: 2, 1    |
 
-A rank holds   all parameters, gradients and optimizer state: with Adam in fp32, 4 + 4 + 8 = 16
-               bytes per parameter, and 4 more for the buckets unless gradient_as_bucket_view is
-               set. zero.py divides these among the ranks.
+A rank holds   all parameters, gradients and optimizer state: 2 + 2 + 12 bytes per parameter, which
+               zero.py explains and divides among the ranks. The buckets take the size of the
+               gradients once more, unless gradient_as_bucket_view is set
 It sends       per step 2 (P-1)/P times the size of its gradients, in one all-reduce per bucket
 Overlap        backward can hide the reduction of every bucket except the last
 PyTorch's      DistributedDataParallel does the same; the class below lists the differences
@@ -103,9 +103,17 @@ def backward_in_buckets(loss, buckets):
 
 # ==== upper floor =================================================================================
 #
-# The wrapper below does the same for any module and any loss. Its buckets are filled by size, .grad
-# may be a view of them, all ranks reduce them in one order whatever order autograd finishes in,
-# parameters may be unused, frozen or summed over groups of their own, and buffers are broadcast.
+# The wrapper below does the same for any module and any loss. What grows out of Bucket, and where:
+#
+#     Bucket                           below
+#     packs gradients when complete    each gradient has a slot in a tensor that      GradBucket
+#                                      lasts, and .grad may be this slot
+#     starts an all-reduce             starts any kind of sum                         GradientSum
+#     starts it when complete          starts it after those of earlier buckets       Reducer
+#     waits for every gradient         a gradient that does not come counts as 0      Reducer
+#     finishes when told to            finishes when backward ends                    the wrapper
+#
+# Buffers, join() for ranks that run out of batches, and checks come last and can be skipped.
 
 # ---- tensors in one flat tensor ------------------------------------------------------------------
 
@@ -172,17 +180,50 @@ def fill_buckets(parameters, cap_bytes, kind):
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
+class GradientSum:
+    """How a bucket is summed over its group: by an all-reduce.
+
+    DistributedDataParallel takes any other object with these two methods, for example one that
+    halves the bytes:
+
+        class Fp16Sum:
+            def start(self, flat, group):
+                compressed = flat.half()
+                return flat, compressed, all_reduce(compressed, group=group, async_op=True)
+
+            def wait(self, started):
+                flat, compressed, work = started
+                work.wait()
+                flat.copy_(compressed)
+
+    All ranks call start() in the same order, mostly while backward runs, and then wait() once for
+    each start, in that order. The gradients are already divided by the divisor. A bucket
+    passes the same tensor in every round, so an object can keep state by it, such as an error that
+    a compression has left. PyTorch's register_comm_hook() takes one function instead, which divides
+    by itself and returns a Future of the result.
+    """
+
+    def start(self, flat, group):
+        """Start to sum `flat` over the group. Return what wait() needs."""
+        return all_reduce(flat, group=group, async_op=True)
+
+    def wait(self, started):
+        """Return when the sum is in `flat`. On NCCL only the current stream waits for it."""
+        started.wait()
+
+
 class GradBucket:
-    """Gradients that are packed into one flat tensor and reduced together.
+    """A Bucket whose flat tensor lasts, with a slot in it for each gradient.
 
     slots: {parameter: the view of the flat tensor that its gradient fills}.
     as_views: whether each slot becomes its parameter's .grad; otherwise sums are copied to .grad.
     missing: the parameters whose gradients are not in their slots yet.
     """
 
-    def __init__(self, parameters, group, as_views):
+    def __init__(self, parameters, group, as_views, gradient_sum):
         self.group = group
         self.as_views = as_views
+        self.gradient_sum = gradient_sum
         self.missing = set()
         layout = FlatLayout(parameters)
         self.flat = parameters[0].new_zeros(layout.length, dtype=grad_dtype(parameters[0]))
@@ -205,11 +246,12 @@ class GradBucket:
 
     def reduce(self):
         """Start to sum the bucket over the group."""
-        self.work = all_reduce(self.flat, group=self.group, async_op=True)
+        self.started = self.gradient_sum.start(self.flat, self.group)
 
     def finish(self):
         """Wait for the sums, and copy them to .grad unless it is a view of them."""
-        self.work.wait()
+        self.gradient_sum.wait(self.started)
+        self.started = None  # frees what it holds
         for parameter, slot in self.slots.items():
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
                 raise RuntimeError("a hook or a second wrapper replaced .grad while it was reduced")
@@ -241,7 +283,7 @@ class Reducer:
     queue: the buckets whose reduction has not started in this round.
     """
 
-    def __init__(self, module, group_of, divisor, bucket_cap_mb, as_views):
+    def __init__(self, module, group_of, divisor, bucket_cap_mb, as_views, gradient_sum):
         self.module = module
         self.divisor = divisor
         # from the last layer to the first, as backward computes them
@@ -249,7 +291,9 @@ class Reducer:
         parameters = [p for _, p in named if p.requires_grad][::-1]
         kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
         filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
-        self.buckets = [GradBucket(bucket, group_of(bucket[0]), as_views) for bucket in filled]
+        self.buckets = [
+            GradBucket(bucket, group_of(bucket[0]), as_views, gradient_sum) for bucket in filled
+        ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self.dtypes = {p: grad_dtype(p) for p in parameters}
         self.is_reducing = False
@@ -288,7 +332,7 @@ class Reducer:
             bucket.finish()
 
 
-# ---- the module ----------------------------------------------------------------------------------
+# ---- the wrapper ---------------------------------------------------------------------------------
 
 ONE_PASS = "each forward() outside no_sync() and no_grad() must be followed by one backward()"
 
@@ -333,6 +377,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     wait_in_backward: if False, backward() starts reductions and finish_grad_sync() waits for them.
     groups: {parameter: group} for parameters that only a subset of process_group replicates, such
         as those of an expert (expert_parallel.py). The divisor is the same for all parameters.
+    gradient_sum: an object that sums a bucket, by default GradientSum(), whose docstring says how
+        to write another kind. It takes the place of PyTorch's register_comm_hook().
     device_ids, output_device, find_unused_parameters, static_graph: accepted for compatibility.
         Inputs are not moved to a device, and unused parameters are always found.
 
@@ -349,6 +395,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self, module, device_ids=None, output_device=None, *, process_group=None, bucket_cap_mb=25,
         broadcast_buffers=True, find_unused_parameters=True, gradient_as_bucket_view=False,
         static_graph=False, gradient_divide_factor=None, wait_in_backward=True, groups=None,
+        gradient_sum=None,
     ):  # fmt: skip
         super().__init__()
         Joinable.__init__(self)
@@ -357,27 +404,30 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.broadcast_buffers = broadcast_buffers
         self.wait_in_backward = wait_in_backward
         group_of = lambda parameter: (groups or {}).get(parameter, process_group)
-        check_whole(module.parameters())
-        parameters = not_ignored(module, module.named_parameters())
-        buffers = not_ignored(module, module.named_buffers())
-        check_replicated(module, parameters, lambda p: [group_of(p)], [process_group])
-        check_parameters([*parameters, *buffers], process_group)
-        for _, parameter in parameters:
-            broadcast_first([parameter], group_of(parameter))
-        broadcast_first([buffer for _, buffer in buffers], process_group)
-        self._agreed_buffers = describe(buffers)  # what the ranks have agreed on
-        self._buffer_names = {name for name, _ in buffers}
-        self._bucket_bytes = bucket_cap_mb * 2**20
+        check_and_copy(module, group_of, process_group)
+        self._replicated = ReplicatedBuffers(module, process_group, bucket_cap_mb * 2**20)
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
-        self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
-        self._announced = False  # under join(): whether other ranks expect a round of reductions
+        self.reducer = Reducer(
+            module, group_of, divisor, bucket_cap_mb, as_views=gradient_as_bucket_view,
+            gradient_sum=gradient_sum or GradientSum(),
+        )  # fmt: skip
         self._can_join = groups is None and gradient_divide_factor is None
         self.require_backward_grad_sync = True
-        self._buffers_may_differ = True  # whether the next forward pass must broadcast buffers
-        self._expects_backward = False  # whether forward() ran in grad mode since the last round
-        self._ends_with_backward = False  # whether the end of backward also ends the round
+        self._expects_backward = self._ends_with_backward = self._announced = False
         for parameter in self.reducer.bucket_of:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
+
+    # What the wrapper remembers between two calls:
+    #
+    #                           true from                         until
+    #     reducer.is_reducing   a round's first gradient, or      finish_grad_sync()
+    #                           start_grad_sync()
+    #     _ends_with_backward   a round's first gradient, if      start_grad_sync(), whose rounds
+    #                           backward ends the round, too      only finish_grad_sync() ends
+    #     _expects_backward     a forward() in grad mode, whose   finish_grad_sync()
+    #                           gradients the other ranks await
+    #     _announced            such a forward() under join()     its first gradient, or
+    #                                                             finish_grad_sync()
 
     def forward(self, *args, **kwargs):
         if self.reducer.is_reducing and self.wait_in_backward:
@@ -387,37 +437,11 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise RuntimeError(f"the last backward has not ended. If it failed, {cure}")
         source = 0
         if self._join_config.enable:
-            source = self._announce_pass()
+            source = announce_pass(self)
         self._broadcast_buffers(source)
-        self._buffers_may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._replicated.may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._expects_backward = self._expects_backward or torch.is_grad_enabled()
         return self.module(*args, **kwargs)
-
-    def _broadcast_buffers(self, source=0):
-        """If buffers may differ, copy a rank's to all ranks, which must agree on their shapes."""
-        if not (self.broadcast_buffers and self._buffers_may_differ and self._buffer_names):
-            return
-        named = [(n, b) for n, b in self.module.named_buffers() if n in self._buffer_names]
-        self._agree_on_buffers(named)
-        # .data, since autograd may have saved a buffer in a forward whose backward is still to come
-        buffers = [buffer.data for _, buffer in named]
-        for bucket in fill_buckets(buffers, self._bucket_bytes, lambda buffer: buffer.dtype):
-            layout = FlatLayout(bucket)
-            flat = layout.pack(bucket)
-            broadcast(flat, group=self.process_group, group_src=source)
-            torch._foreach_copy_(bucket, layout.views(flat))
-        self._buffers_may_differ = False
-
-    def _agree_on_buffers(self, named):
-        """Raise RuntimeError on every rank if buffers differ between ranks."""
-        buffers = describe(named)
-        if any_rank(buffers != self._agreed_buffers, self.process_group):
-            try:
-                check_parameters(named, self.process_group)
-            except ValueError as error:
-                cure = "list it in module._ddp_params_and_buffers_to_ignore before wrapping"
-                raise RuntimeError(f"a buffer differs between ranks: {error}; {cure}") from error
-            self._agreed_buffers = buffers
 
     @contextmanager
     def no_sync(self):
@@ -484,7 +508,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self._broadcast_buffers()  # the other ranks do so in forward()
             self._announced = False
             self._expects_backward = False
-            self._buffers_may_differ = True
+            self._replicated.may_differ = True
             self.reducer.finish()
 
     def _has_no_gradient(self):
@@ -492,9 +516,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradients = [parameter.grad for parameter in self.reducer.bucket_of]
         return not any(gradient is not None and gradient.any() for gradient in gradients)
 
-    # -- join(), for ranks with different numbers of batches
-    # a rank in the loop   forward(): counts ranks, sends its plan, broadcasts; backward(): reduces
-    # one that has left    Join: counts ranks; _shadow_pass(): sends None, broadcasts, reduces zeros
+    # -- buffers and join(): what they do is in sections of their own, below
+
+    def _broadcast_buffers(self, source=0):
+        if self.broadcast_buffers:
+            self._replicated.broadcast(source)
 
     @property
     def join_process_group(self):
@@ -531,54 +557,92 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._divides_by_all = divide_by_initial_world_size
         return _JoinHook(self)
 
-    def _announce_pass(self):
-        """Tell other ranks what this pass sends. Return the rank whose buffers are broadcast."""
-        if not self._join_config.is_first_joinable:
-            raise ValueError("Join([model, optimizer]) takes one model, which comes first")
-        has_error = self._announced
-        if has_error:
-            self.finish_grad_sync()  # the others take part, and then hear of the error
-        counting = Join.notify_join_context(self)
-        counting.wait()
-        self._announced = torch.is_grad_enabled() and self.require_backward_grad_sync
-        source, _ = self._exchange_plans((self._buffers_may_differ, self._announced, has_error))
-        return source
-
-    def _exchange_plans(self, plan):
-        """Return (rank, plan) of the last rank in the loop. A rank that has left passes None."""
-        plans = gather_objects(plan, self.process_group)
-        present = [rank for rank, other in enumerate(plans) if other is not None]
-        if any(plans[rank][-1] for rank in present):
-            raise RuntimeError(f"join(): {ONE_PASS}")
-        if not self._divides_by_all:
-            self.reducer.divisor = len(present)
-        return present[-1], plans[present[-1]]
-
-    def _shadow_pass(self):
-        """On a rank that has left the loop, send what the others expect in their next pass."""
-        source, plan = self._exchange_plans(None)
-        self._buffers_may_differ, is_reduced, _ = plan
-        self._broadcast_buffers(source)
-        for parameter in self.reducer.bucket_of:
-            parameter.grad = None
-        if is_reduced:
-            self.finish_grad_sync()
-
-    def _end_join(self, is_last):
-        """Give all ranks the weights and buffers of a rank that left the loop last."""
-        flags = gather_objects(is_last, self.process_group)
-        source = max(rank for rank, flag in enumerate(flags) if flag)
-        for _, parameter in not_ignored(self.module, self.module.named_parameters()):
-            broadcast(parameter, group=self.process_group, group_src=source)
-        self._buffers_may_differ = True
-        self._broadcast_buffers(source)
-        self._buffers_may_differ = True
-        self.reducer.divisor = dist.get_world_size(self.process_group)
-        self._announced = False
-        Joinable.__init__(self)  # resets what Join has set
-
     def __getstate__(self):
         raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
+
+
+# ---- buffers -------------------------------------------------------------------------------------
+
+
+class ReplicatedBuffers:
+    """The buffers that a module has when it is wrapped; one rank's are copied to all ranks.
+
+    may_differ: whether the next forward pass must copy them
+    """
+
+    def __init__(self, module, group, cap_bytes):
+        self.module = module
+        self.group = group
+        self.cap_bytes = cap_bytes
+        named = not_ignored(module, module.named_buffers())
+        self.names = {name for name, _ in named}
+        self.agreed = describe(named)  # what the ranks have agreed on
+        self.may_differ = True
+
+    def broadcast(self, source=0):
+        """If buffers may differ, copy a rank's to all ranks, which must agree on their shapes."""
+        if not (self.may_differ and self.names):
+            return
+        named = [(n, b) for n, b in self.module.named_buffers() if n in self.names]
+        self.agree(named)
+        # .data, since autograd may have saved a buffer in a forward whose backward is still to come
+        buffers = [buffer.data for _, buffer in named]
+        for bucket in fill_buckets(buffers, self.cap_bytes, lambda buffer: buffer.dtype):
+            layout = FlatLayout(bucket)
+            flat = layout.pack(bucket)
+            broadcast(flat, group=self.group, group_src=source)
+            torch._foreach_copy_(bucket, layout.views(flat))
+        self.may_differ = False
+
+    def agree(self, named):
+        """Raise RuntimeError on every rank if buffers differ between ranks."""
+        buffers = describe(named)
+        if any_rank(buffers != self.agreed, self.group):
+            try:
+                check_parameters(named, self.group)
+            except ValueError as error:
+                cure = "list it in module._ddp_params_and_buffers_to_ignore before wrapping"
+                raise RuntimeError(f"a buffer differs between ranks: {error}; {cure}") from error
+            self.agreed = buffers
+
+
+# ---- join(): ranks with different numbers of batches ---------------------------------------------
+#
+# What a rank calls while the others run a pass:
+#
+#     in the loop      forward()                                              backward()
+#                        count ranks, exchange plans, broadcast buffers         reduce gradients
+#     out of it        Join, then main_hook()
+#                        count ranks, exchange plans, broadcast buffers, reduce zeros
+#
+# A plan is (whether buffers may differ, whether gradients are reduced, whether this rank has made a
+# mistake), or None on a rank that has left the loop.
+
+
+def announce_pass(model):
+    """Tell other ranks what this pass sends. Return the rank whose buffers are broadcast."""
+    if not model._join_config.is_first_joinable:
+        raise ValueError("Join([model, optimizer]) takes one model, which comes first")
+    has_error = model._announced
+    if has_error:
+        model.finish_grad_sync()  # the others take part, and then hear of the error
+    counting = Join.notify_join_context(model)
+    counting.wait()
+    model._announced = torch.is_grad_enabled() and model.require_backward_grad_sync
+    plan = model._replicated.may_differ, model._announced, has_error
+    source, _ = exchange_plans(model, plan)
+    return source
+
+
+def exchange_plans(model, plan):
+    """Return (rank, plan) of the last rank in the loop."""
+    plans = gather_objects(plan, model.process_group)
+    present = [rank for rank, other in enumerate(plans) if other is not None]
+    if any(plans[rank][-1] for rank in present):
+        raise RuntimeError(f"join(): {ONE_PASS}")
+    if not model._divides_by_all:
+        model.reducer.divisor = len(present)
+    return present[-1], plans[present[-1]]
 
 
 class _JoinHook(JoinHook):
@@ -588,10 +652,48 @@ class _JoinHook(JoinHook):
         self.model = model
 
     def main_hook(self):
-        self.model._shadow_pass()
+        """Send what the others expect in their next pass."""
+        model = self.model
+        source, plan = exchange_plans(model, None)
+        model._replicated.may_differ, is_reduced, _ = plan
+        model._broadcast_buffers(source)
+        for parameter in model.reducer.bucket_of:
+            parameter.grad = None
+        if is_reduced:
+            model.finish_grad_sync()
 
     def post_hook(self, is_last_joiner):
-        self.model._end_join(is_last_joiner)
+        """Give all ranks the weights and buffers of a rank that left the loop last."""
+        model = self.model
+        flags = gather_objects(is_last_joiner, model.process_group)
+        source = max(rank for rank, flag in enumerate(flags) if flag)
+        for _, parameter in not_ignored(model.module, model.module.named_parameters()):
+            broadcast(parameter, group=model.process_group, group_src=source)
+        model._replicated.may_differ = True
+        model._broadcast_buffers(source)
+        model._replicated.may_differ = True
+        model.reducer.divisor = dist.get_world_size(model.process_group)
+        model._announced = False
+        Joinable.__init__(model)  # resets what Join has set
+
+
+# ---- checks, and names to ignore -----------------------------------------------------------------
+
+
+def check_and_copy(module, group_of, group):
+    """Copy the parameters and buffers of each group's first rank to all of its ranks.
+
+    group_of: a function that returns the group that replicates a parameter; group: of the buffers.
+    Raises ValueError on every rank if modules differ or a parameter cannot be replicated.
+    """
+    parameters = not_ignored(module, module.named_parameters())
+    buffers = not_ignored(module, module.named_buffers())
+    check_whole(module.parameters())
+    check_replicated(module, parameters, lambda p: [group_of(p)], [group])
+    check_parameters([*parameters, *buffers], group)
+    for _, parameter in parameters:
+        broadcast_first([parameter], group_of(parameter))
+    broadcast_first([buffer for _, buffer in buffers], group)
 
 
 def check_whole(parameters):

@@ -23,6 +23,8 @@ Overlap        only the ring computes while it sends. For linear layers, see ten
 PyTorch's      SequenceParallel runs norms and dropouts on DTensors, and context_parallel() patches
                scaled_dot_product_attention(). Here the model calls one of three functions instead
 
+The last part is about recomputation and what layers keep for backward, with or without a group.
+
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
 for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023.
@@ -42,7 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import (
     all_gather_single, all_gather_to_group, all_to_all_in_group, autocasted, count_bytes, exchange,
-    rank_and_size, reduce_scatter_single, reduce_scatter_to_group, run_ranks,
+    plain_exchange, rank_and_size, reduce_scatter_single, reduce_scatter_to_group, run_ranks,
 )
 from tensor_parallel import attention
 
@@ -67,20 +69,36 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
 # ---- context parallelism: the idea ---------------------------------------------------------------
 #
 # Each rank has all parameters, and q, k and v of its own T/P positions, for H heads of width K.
-# Other layers treat each token by itself, so only attention needs anything from other ranks. A
-# query's output is the sum of exp(score) * value over its keys, divided by the sum of exp(score).
-# Both sums can be computed part by part, so keys and values may arrive from one rank after another,
-# on a ring.
+# Other layers treat each token by itself, so only attention needs anything from other ranks: the
+# keys and values of all earlier tokens. The shortest way is to gather those of all ranks.
+
+
+def simple_allgather_attention(q, k, v, group=None):
+    """Causal attention of this rank's T/P queries to the keys of all ranks, which it gathers.
+
+    q, k, v and the result: (B, H, T/P, K). Rank r has the r-th of P equal parts of the sequence.
+    Types: V, V, V -> V.
+    """
+    rank, _ = rank_and_size(group)
+    k = all_gather_to_group(k, 2, group)  # (B, H, T, K); backward: reduce-scatter
+    v = all_gather_to_group(v, 2, group)
+    scores = q @ k.mT * q.shape[-1] ** -0.5  # (B, H, T/P, T)
+    first = rank * q.shape[2]  # the position of this rank's first query
+    later = torch.ones_like(scores, dtype=torch.bool).triu(first + 1)  # keys after the query
+    return scores.masked_fill(later, -math.inf).softmax(-1) @ v
+
+
+# Here each rank holds the keys and values of the whole sequence. It need not: a query's output is
+# the sum of exp(score) * value over its keys, divided by the sum of exp(score). Both sums can be
+# computed part by part, while keys and values arrive from one rank after another, on a ring.
 
 
 def simple_ring_attention(q, k, v, group=None):
-    """Causal attention of this rank's T/P queries to the keys of all ranks, in forward.
+    """Do the same as simple_allgather_attention(), but hold one rank's keys and values at a time.
 
-    Autograd does not follow exchange(), so there is no backward.
-
-    q, k, v and the result: (B, H, T/P, K). Rank r has the r-th of P equal parts of the sequence.
-    ring_attention() also has a backward, overlaps messages with computation, skips what the mask
-    hides, does not overflow in exp(), and expects a sequence order that gives all ranks equal work.
+    Autograd does not follow plain_exchange(), so there is no backward. ring_attention() has one,
+    overlaps messages with computation, skips what the mask hides, does not overflow in exp(), and
+    expects a sequence order that gives all ranks equal work.
     """
     rank, world_size = rank_and_size(group)
     kv = torch.stack([k, v])
@@ -95,7 +113,7 @@ def simple_ring_attention(q, k, v, group=None):
         total = total + weights.sum(-1, keepdim=True)
         if step < world_size - 1:
             receives = [(arriving, (rank - 1) % world_size)]
-            exchange([(kv, (rank + 1) % world_size)], receives, group)
+            plain_exchange([(kv, (rank + 1) % world_size)], receives, group)
             kv, arriving = arriving, kv
     return output / total
 
@@ -417,11 +435,54 @@ def context_parallel_bytes(
     return nbytes, nbytes
 
 
-# ==== recomputation ===============================================================================
+# ---- kernels -------------------------------------------------------------------------------------
 #
-# A subject of its own: what layers keep for backward, and how to keep less. It needs no group.
+# F.scaled_dot_product_attention() does not return lse, so these functions call its kernels: flash
+# attention or, for fp32 on GPUs, the memory-efficient one, which needs as many heads of k and v as
+# of q and pads lse to a multiple of 32 queries.
 
-# ---- recomputation, and what a layer keeps -------------------------------------------------------
+aten = torch.ops.aten
+
+
+def block_attention(q, k, v, causal):
+    """Return the attention of q to k and v, shaped like q, and its lse, shaped like q[..., 0]."""
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if q.dtype in (torch.float16, torch.bfloat16):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    kernel = aten._scaled_dot_product_efficient_attention
+    output, lse, *_ = kernel(q, _repeated(k, q), _repeated(v, q), None, True, 0.0, causal)
+    return output, lse.narrow(2, 0, q.shape[2])
+
+
+def block_attention_backward(grad_output, q, k, v, output, lse, causal):
+    """Return a block's part of the gradients of q, k and v, given output and lse over all keys."""
+    if q.device.type == "cpu":
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(grad_output, q, k, v, output, lse, 0.0, causal)
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # not used without dropout
+    if q.dtype in (torch.float16, torch.bfloat16):
+        kernel = aten._scaled_dot_product_flash_attention_backward
+        tensors = (grad_output, q, k, v, output, lse.contiguous(), None, None)
+        return kernel(*tensors, q.shape[2], k.shape[2], 0.0, causal, seed, seed)
+    kernel = aten._scaled_dot_product_efficient_attention_backward
+    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # exp(score - inf) is 0
+    tensors = (grad_output, q, _repeated(k, q), _repeated(v, q), None, output, padded, seed, seed)
+    grad_q, *grads, _ = kernel(*tensors, 0.0, (True, True, True, False), causal)
+    return grad_q, *[grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads]
+
+
+def _repeated(k, q):
+    """Repeat the heads of k, or v, so that each head of q has its own."""
+    return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+# ==== what a layer keeps for backward =============================================================
+#
+# A subject of its own, which needs no group: recomputation, dropout with small masks, and the bytes
+# that a layer keeps. A reader who wants sequence and context parallelism alone may stop here.
+
+# ---- recomputation -------------------------------------------------------------------------------
 #
 # Full recomputation keeps only a layer's input, and runs the layer again in backward. Selective
 # recomputation does this for the core of attention only, whose s x s scores take most of the memory
@@ -496,11 +557,17 @@ class _Hollow(torch.autograd.Function):
         return grad_output
 
 
+# ---- dropout -------------------------------------------------------------------------------------
+
+
 def dropout(x, p, training=True):
     """Apply dropout with a mask of bytes. On a CPU, F.dropout() keeps a mask in x's dtype."""
     if not training or p == 0:
         return x
     return torch.native_dropout(x, p, True)[0]
+
+
+# ---- the bytes that a layer keeps ----------------------------------------------------------------
 
 
 def activation_bytes(
@@ -549,48 +616,6 @@ def recomputation_bytes(layers, size, layer_input, whole_layer, microbatches=1):
     inputs = layer_input * (microbatches * groups - 1)
     # Backward frees the last group's input before it recomputes the group before.
     return inputs + max(whole_layer * last, (whole_layer * size - layer_input) * (groups > 1))
-
-
-# ---- kernels -------------------------------------------------------------------------------------
-#
-# F.scaled_dot_product_attention() does not return lse, so these functions call its kernels: flash
-# attention or, for fp32 on GPUs, the memory-efficient one, which needs as many heads of k and v as
-# of q and pads lse to a multiple of 32 queries.
-
-aten = torch.ops.aten
-
-
-def block_attention(q, k, v, causal):
-    """Return the attention of q to k and v, shaped like q, and its lse, shaped like q[..., 0]."""
-    if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if q.dtype in (torch.float16, torch.bfloat16):
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    kernel = aten._scaled_dot_product_efficient_attention
-    output, lse, *_ = kernel(q, _repeated(k, q), _repeated(v, q), None, True, 0.0, causal)
-    return output, lse.narrow(2, 0, q.shape[2])
-
-
-def block_attention_backward(grad_output, q, k, v, output, lse, causal):
-    """Return a block's part of the gradients of q, k and v, given output and lse over all keys."""
-    if q.device.type == "cpu":
-        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(grad_output, q, k, v, output, lse, 0.0, causal)
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # not used without dropout
-    if q.dtype in (torch.float16, torch.bfloat16):
-        kernel = aten._scaled_dot_product_flash_attention_backward
-        tensors = (grad_output, q, k, v, output, lse.contiguous(), None, None)
-        return kernel(*tensors, q.shape[2], k.shape[2], 0.0, causal, seed, seed)
-    kernel = aten._scaled_dot_product_efficient_attention_backward
-    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # exp(score - inf) is 0
-    tensors = (grad_output, q, _repeated(k, q), _repeated(v, q), None, output, padded, seed, seed)
-    grad_q, *grads, _ = kernel(*tensors, 0.0, (True, True, True, False), causal)
-    return grad_q, *[grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads]
-
-
-def _repeated(k, q):
-    """Repeat the heads of k, or v, so that each head of q has its own."""
-    return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
 # ---- demonstration -------------------------------------------------------------------------------

@@ -287,6 +287,36 @@ def test_the_plain_forms_give_the_bits_and_send_the_bytes_of_the_fast_ones():
         assert sent == expected, name
 
 
+@on_ranks(1, 2, 3, 4)
+def test_the_algorithms_of_a_root_run_plainly_and_do_what_the_calls_do():
+    rank, P = rank_and_size()
+    root = P // 2
+    own = _normal(32, dtype=torch.float32, seed=rank)
+    rows = lambda: [*_normal(P, 32, dtype=torch.float32, seed=9)] if rank == root else []
+    zeros = lambda: [torch.zeros(32) for _ in rows()]
+    plainly = {
+        "broadcast": lambda x, _: collectives._tree_broadcast(x, rank, root, P),
+        "reduce": lambda x, _: collectives._tree_reduce(x, torch.add, rank, root, P),
+        "scatter": lambda x, tensors: collectives._scatter(x, tensors, rank, root),
+        "gather": lambda x, tensors: collectives._gather(tensors, x, rank, root),
+    }
+    calls = {
+        "broadcast": lambda x, _: broadcast(x, group_src=root),
+        "reduce": lambda x, _: reduce(x, group_dst=root),
+        "scatter": lambda x, tensors: scatter(x, tensors, group_src=root),
+        "gather": lambda x, tensors: gather(x, tensors, group_dst=root),
+    }
+    for name, algorithm in plainly.items():
+        lists = rows if name == "scatter" else zeros
+        found, expected = [own.clone(), *lists()], [own.clone(), *lists()]
+        run_plainly = lambda: collectives.plain_run(algorithm(found[0], found[1:]))
+        _, sent = _counted(run_plainly)
+        _, counted = _counted(lambda: calls[name](expected[0], expected[1:]))
+        assert all(map(torch.equal, found, expected)) and sent == counted, name
+        if name == "broadcast":
+            assert torch.equal(found[0], _normal(32, dtype=torch.float32, seed=root))
+
+
 def _rings_table():
     """Return what ring_all_reduce() leaves in this rank's three chunks after each step."""
     rank, _ = rank_and_size()
@@ -349,7 +379,7 @@ def test_on_a_gpu_a_chunk_is_reduced_by_one_kernel_that_rounds_once(P):
         everyone = _normal(P, length, dtype=torch.float64).mul(9).to(dtype)
         for op in (ReduceOp.SUM, ReduceOp.MAX)[: 1 if dtype.is_complex else 2]:
             output = torch.empty(length, dtype=dtype)
-            combine = collectives._Combine(op)
+            combine = collectives.Reduction(op)
             combine.pair = None
             combine.rows = kernels = Mock(wraps=combine.rows)
             chunks = [everyone[P - 1]] * P

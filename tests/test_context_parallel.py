@@ -17,7 +17,8 @@ from replicas import assert_close, demonstration, interleaved_group
 from reference_gpt import attention
 from sequence_parallel import (
     allgather_attention, context_parallel_bytes, context_positions, gathered_blocks,
-    ring_attention, ring_block, simple_ring_attention, ulysses_attention,
+    ring_attention, ring_block, simple_allgather_attention, simple_ring_attention,
+    ulysses_attention,
 )
 from transformer import Peak, saved_bytes
 
@@ -29,7 +30,7 @@ def _attend(method, tensors, grad, positions, dtype, group=None):
     """Return the output and the gradients for this rank's part of whole tensors."""
     own = [x[:, :, positions].to(dtype).requires_grad_() for x in tensors]
     before = [x.detach().clone() for x in own]
-    output = METHODS[method](*own, group)
+    output = METHODS.get(method, method)(*own, group)
     local_grad = grad[:, :, positions].to(dtype)
     output.backward(local_grad)
     assert all(map(torch.equal, own, before)), "an input was changed"
@@ -41,6 +42,20 @@ def _reference(tensors, grad):
     output = attention(*whole)
     output.backward(grad.double())
     return [output.detach(), *[x.grad for x in whole]]
+
+
+@on_ranks(1, 2, 3)
+def test_the_short_form_that_gathers_agrees_with_the_full_one_and_with_one_rank():
+    """The output and the gradients of q, k and v. The full one has positions in zig-zag order."""
+    rank, P = rank_and_size()
+    torch.manual_seed(0)
+    *tensors, grad = torch.randn(4, 2, 4, 6 * P, 8, dtype=torch.float64)
+    positions = torch.arange(6 * P).chunk(P)[rank]
+    found = _attend(simple_allgather_attention, tensors, grad, positions, torch.float64)
+    full = _attend("allgather", tensors, grad, context_positions(6 * P), torch.float64)
+    for part, other, whole in zip(found, full, _reference(tensors, grad), strict=True):
+        assert_close(part, whole[:, :, positions])
+        assert_close(other, whole[:, :, context_positions(6 * P)])
 
 
 @on_ranks(1, 2, 3)

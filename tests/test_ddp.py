@@ -297,6 +297,83 @@ def test_gradients_of_several_passes_are_those_of_the_whole_batch(cap, as_views)
         assert_close(whole_gradients(net), whole_batch(net, x), 1e-11)
 
 
+# ---- another kind of sum -------------------------------------------------------------------------
+
+
+class Fp16Sum:
+    """The example in GradientSum's docstring. It notes the buckets that start and that end."""
+
+    def __init__(self):
+        self.events = []
+
+    def start(self, flat, group):
+        self.events.append(("start", flat.data_ptr(), group))
+        compressed = flat.half()
+        return flat, compressed, ddp.all_reduce(compressed, group=group, async_op=True)
+
+    def wait(self, started):
+        flat, compressed, work = started
+        work.wait()
+        flat.copy_(compressed)
+        self.events.append(("wait", flat.data_ptr(), None))
+
+
+class BlockingSum:
+    """A sum by gloo, of which nothing is left to wait for."""
+
+    def start(self, flat, group):
+        dist.all_reduce(flat, group=group)
+
+    def wait(self, started):
+        assert started is None
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+@on_ranks(1, 2, 3)
+def test_another_kind_of_sum_is_one_object_and_the_only_one_that_sums(as_views):
+    _, P = rank_and_size()
+    for kind, tolerance in ((BlockingSum(), 1e-12), (Fp16Sum(), 2e-3)):
+        net = make_net()
+        how = {"bucket_cap_mb": 3e-3, "gradient_as_bucket_view": as_views, "gradient_sum": kind}
+        model = DistributedDataParallel(net, **how)
+        for seed in range(2):
+            x = make_data(4 * P, seed)
+            net.zero_grad()
+            with least_bytes(), count_bytes() as traffic:
+                with model.no_sync():
+                    (mean_square(model, own_part(x).chunk(2)[0]) / 2).backward()
+                (mean_square(model, own_part(x).chunk(2)[1]) / 2).backward()
+            assert_close(whole_gradients(net), whole_batch(net, x), tolerance)
+            gradients = sum(-(-p.numel() // 64) * 64 for p in net.parameters() if p.requires_grad)
+            sent = 2 * (P - 1) * 2 * gradients if isinstance(kind, Fp16Sum) else 0
+            assert sum(gather_objects(traffic.bytes("all_reduce"))) == sent
+
+
+@on_ranks(2)
+def test_a_sum_gets_each_bucket_with_its_group_in_one_order_and_keeps_its_tensor():
+    """It starts while backward still runs, and is waited for when all have started."""
+    rank, _ = rank_and_size()
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    net = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(3)]).double()
+    kind = Fp16Sum()
+    expert = net[1].weight
+    how = {"bucket_cap_mb": 1e-9, "gradient_divide_factor": 1, "groups": {expert: alone}}
+    model = DistributedDataParallel(net, gradient_sum=kind, **how)
+    net[0].weight.register_hook(lambda gradient: kind.events.append(("backward", 0, None)))
+    for _ in range(2):
+        for layer in net:
+            layer.weight.data.fill_(1)
+        net.zero_grad()
+        model(torch.full((1, 1), rank + 1.0, dtype=torch.float64)).backward()
+        assert [layer.weight.grad.item() for layer in net] == [3, rank + 1, 3]
+    half = len(kind.events) // 2
+    assert kind.events[:half] == kind.events[half:]
+    starts = [event for event in kind.events[:half] if event[0] == "start"]
+    waits = [("wait", pointer, None) for _, pointer, _ in starts]
+    assert kind.events[:half] == [*starts[:2], ("backward", 0, None), starts[2], *waits]
+    assert [group for *_, group in starts] == [None, alone, None]
+
+
 # ---- parameters without gradient, and other orders -----------------------------------------------
 
 

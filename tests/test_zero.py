@@ -704,10 +704,7 @@ def test_zero_grad_frees_the_memory_of_all_gradients(stage):
 
 @on_ranks(8)
 def test_with_bf16_moments_a_rank_holds_14_7_3_and_a_half_or_1_and_a_half_bytes():
-    """The bytes are 2 (weights) + 4 (gradients) + 4 (fp32 copy) + 2 + 2 (moments) = 14.
-
-    Stage 3 keeps no bf16 weights: it gathers them from the shards of the fp32 copy.
-    """
+    """They are 2 + 4 + 8: zero_memory() says why, and why stage 3 keeps 0 + 4 + 8."""
     how = {"optimizer_class": AdamW, "param_dtype": torch.bfloat16}
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     held = [bytes_held(1, group=alone, replicate_group=dist.group.WORLD, **how)]  # as with DDP

@@ -165,9 +165,8 @@ def count_of(config, layout, share):
 def memory_of(config, layout):
     """Return {kind: bytes} of the fullest rank: its state, and its peak of activations.
 
-    The state is parameters in bf16, gradients in fp32, and 12 bytes per parameter for fp32 weights
-    and Adam's moments, or 8 if these are in bf16. ZeRO-3 keeps no bf16 parameters except those that
-    it has gathered.
+    The state is that of `hybrid.py --dtype bf16`, 2 + 4 + 12 bytes per parameter (zero_memory()).
+    ZeRO-3 keeps no bf16 parameters except those that it has gathered.
     """
     ranks, bf16 = [], 2 * (layout.zero < 3)
     optimizer = 8 if layout.moments == "bf16" else 12
