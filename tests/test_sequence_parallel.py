@@ -114,9 +114,9 @@ def test_a_layer_keeps_the_bytes_of_the_paper_and_the_statistics_of_its_norms(
     claimed = activation_bytes(B, T, D, H, tp, sequence_parallel, mode)
     norms = norm_bytes(B, T, tp, sequence_parallel, mode)
     assert norms <= 0.05 * claimed
-    config = hybrid.GPTConfig(1, D, H, T, 64, 0.1, None, sequence_parallel, mode)
+    config = hybrid.GPTConfig(1, D, H, T, 64, 0.1, sp=sequence_parallel, recompute=mode)
     state = hybrid.ShardedRandomState("cpu")
-    block = hybrid.Block(config, state, unfused_attention, group=None)
+    block = hybrid.Block(config, None, state, unfused_attention, group=None)
     block.forward = partial(recompute, block.forward) if mode == "full" else block.forward
     layer = TransformerLayer(D, H, p=0.1, mode=mode, sequence_parallel=sequence_parallel)
     for kind in (layer, block):
@@ -136,7 +136,8 @@ def test_a_stage_keeps_the_inputs_of_its_groups_and_one_whole_group(
     whole_layer = bytes_of("none") + norm_bytes(B, T, tp, sequence_parallel)
     state = hybrid.ShardedRandomState("cpu")
     for size in range(1, L + 1) if tp == 1 else [4]:
-        config = hybrid.GPTConfig(3 * L, D, H, T, 2, 0.1, None, sequence_parallel, "full", size)
+        how = {"sp": sequence_parallel, "recompute": "full", "recompute_layers": size}
+        config = hybrid.GPTConfig(3 * L, D, H, T, 2, 0.1, **how)
         stage = hybrid.GPT(
             config, torch.arange(T), None, 1, 3, attention_fn=unfused_attention, random=state
         ).bfloat16()

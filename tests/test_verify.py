@@ -134,10 +134,18 @@ def test_in_bf16_the_bound_is_wider_and_every_expert_takes_every_token():
         assert " in bf16: 0 wrong" in lines[-1] and 1e-4 < float(lines[0].split()[1]) < 5e-2
 
 
+@on_ranks(2)
+def test_a_block_and_a_head_apply_to_all_layouts():
+    rows = [("--tp 2 --sp --layers 1".split(), 2), ("--cp 2 --layers 2".split(), 2)]
+    status, lines = judged("--block llama --head tied --rope-theta 50".split(), rows)
+    assert status == 0 and (dist.get_rank() or len(lines) == len(rows) + 1)
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("flags", ["", "--block llama"])
 @on_ranks(1, 2, 3, 4, 8, timeout=240)
-def test_every_layout_agrees_with_one_process():
+def test_every_layout_agrees_with_one_process(flags):
     world_size = dist.get_world_size()
-    rows = verify.layouts(world_size, world_size)
-    status, lines = judged([], rows)
+    rows = verify.layouts(world_size, world_size, flags.split())
+    status, lines = judged(flags.split(), rows)
     assert status == 0 and (dist.get_rank() or len(lines) == len(rows) + 1)

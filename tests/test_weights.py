@@ -358,11 +358,32 @@ def test_a_config_file_without_rope_theta_has_that_of_transformers(name, theta, 
     assert f"--rope-theta {theta}" in printed(["import", folder, tmp_path / "a"], capsys)
 
 
+def test_a_gpt2_with_a_head_of_its_own_is_imported_if_asked_for(tmp_path, capsys):
+    head = torch.randn(V, HIDDEN)
+    torch.save(nanogpt().state_dict() | {"lm_head.weight": head}, tmp_path / "it")
+    flags = ["--heads", HEADS, "--head", "untied"]
+    command = printed(["import", tmp_path / "it", tmp_path / "new", *flags], capsys)
+    assert command.endswith(" --head untied")
+    (found,) = run(1, _head_of, command.split(" ", 3)[3], tmp_path / "new")
+    assert torch.equal(found, head)
+
+
+def _head_of(flags, folder):
+    (chunk,) = resumed(flags, folder).chunks
+    return chunk.lm_head.weight.detach()
+
+
 def test_a_folder_of_a_gpt2_gives_its_heads(tmp_path, capsys):
     keys = {"model_type": "gpt2", "n_layer": LAYERS, "n_head": HEADS, "n_embd": HIDDEN}
     keys |= {"n_positions": T, "vocab_size": V, "n_inner": None, "layer_norm_epsilon": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     (tmp_path / "model.safetensors").write_bytes(safetensors(of_hugging_face("")))
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "config.json", tmp_path / "bare")
+    state = {name: x for name, x in of_hugging_face("").items() if name != "wpe.weight"}
+    (tmp_path / "bare" / "model.safetensors").write_bytes(safetensors(state))
+    assert weights.main(["import", str(tmp_path / "bare"), str(tmp_path / "no")]) == 2
+    assert "transformer.wpe.weight is missing" in capsys.readouterr().err
     command = printed(["import", tmp_path, tmp_path / "new"], capsys)
     found = hybrid.parse(command.split()[1:], 1)
     expected = hybrid.parse(f"{FLAGS} --head tied --checkpoint {tmp_path}/new".split(), 1)

@@ -328,6 +328,15 @@ LLAMAS += [
     for size, flags in WITH_EXPERTS
     for name in ("mixtral", "shared", "every 2")
 ]
+FEW_LLAMAS = [
+    (2, "--pp 2 --microbatches 4 --schedule zb-v", "tied"),
+    (2, "--pp 2 --microbatches 4 --schedule 1f1b", "untied"),
+    (2, "--cp 2 --cp-method ring --recompute selective", "llama"),
+    (2, "--tp 2 --sp --recompute full --recompute-layers 3", "llama"),
+    (3, "--cp 3 --zero 3", "llama"),
+    (1, " --microbatches 1", "every 2"),
+    (2, "--tp 2 --sp --ep 2 --recompute full --microbatches 1", "shared"),
+]
 
 
 @functools.cache

@@ -36,7 +36,8 @@ class TransformerLayer(hybrid.Block):
     ):
         sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "dropout": p}
         how = {"sp": sequence_parallel, "recompute": mode}
-        super().__init__(hybrid.GPTConfig(**sizes, **how), attention_fn=attention_fn, **options)
+        config = hybrid.GPTConfig(**sizes, **how)
+        super().__init__(config, None, attention_fn=attention_fn, **options)
         for norm in (self.ln_1, self.ln_2) if sequence_parallel else ():
             mark_sum_over_tp(norm)
 

@@ -126,7 +126,7 @@ OF_LLAMA = {
 OF_MIXTRAL = OF_LLAMA | {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
 KEYS = {"gpt2": OF_GPT2, "llama": OF_LLAMA, "mixtral": OF_MIXTRAL}  # {flag: key of config.json}
 
-# What hybrid.py computes with, and what a file means that does not say it.
+# HELD: the only values with which hybrid.py computes. UNSAID: what a missing key means.
 HELD = {"rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 HELD |= {"sliding_window": None, "quantization_config": None}
 HELD_BY_GPT2 = {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
@@ -344,7 +344,8 @@ def weights_of(state, args):
     else:
         biases = {name: x for name, x in weights.items() if name.endswith("bias")}
         state = biases | state  # a model without biases is one whose biases are zero
-        fill(weights, state | {WPE: state[WPE][: args.seq_len]})
+        positions = {WPE: state[WPE][: args.seq_len]} if WPE in state else {}
+        fill(weights, state | positions)
     if head is not None and not torch.equal(head.float(), weights[WTE]):
         raise ValueError(f"{HEAD} is not the embedding's weight, so it needs --head untied")
     return weights
