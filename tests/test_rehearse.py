@@ -181,10 +181,10 @@ ROWS = [
 
 
 @pytest.mark.parametrize("flags, title", soak_but(lambda *_: False, ROWS))
-def test_a_large_layout_takes_a_minute_at_most_and_agrees_with_the_papers(capsys, flags, title):
+def test_a_large_layout_takes_three_minutes_at_most_and_agrees_with_the_papers(capsys, flags, title):
     began = time.process_time()
     assert rehearse.main(flags.split()) == 0
-    assert time.process_time() - began < 60
+    assert time.process_time() - began < 180
     found, _, *lines = capsys.readouterr().out.splitlines()
     assert found.startswith(title)
     numbers = lambda line: line[20:].replace(",", "").replace("%", "").split()
