@@ -115,6 +115,8 @@ LAYOUTS = [  # (model, world size, flags)
     (MIXTURE, 4, "--tp 2 --dp 2 --ep 2"),
     (MIXTURE, 4, "--tp 4"),  # all ranks have the same experts
     (MIXTURE, 3, "--dp 3 --replicate 3"),
+    ("--block llama", 4, "--pp 2 --tp 2 --schedule dualpipe-v --microbatches 4 --zero 3"),
+    ("--block llama --head tied", 2, "--pp 2 --zero 0"),
 ]
 
 

@@ -202,6 +202,15 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         put(hybrid.Placement, "counts", lambda right: property(lambda row: not row.is_copy)),
     "the tied weight counts twice in the norm | 2 | --pp 2":
         with_placements(lambda row: {"is_copy": False}),
+    "Llama: norms' gradients are those of this rank's tokens | 2 | --tp 2 --sp --block llama":
+        put(hybrid, "of_own_tokens", lambda right: lambda module, config: module),
+    "Llama: rotation counts positions from the shard's first | 2 | --cp 2 --block llama":
+        with_arguments("make_chunks", positions=lambda own: torch.arange(len(own))),
+    "Llama: the head begins with other values | 1 | --block llama":
+        with_placements(lambda row: {"initial": 1.0 if "lm_head" in row.name else row.initial}),
+    "Llama: the head does not count in the norm | 2 | --pp 2 --block llama":
+        put(hybrid.Placement, "counts",
+            lambda right: property(lambda row: right.fget(row) and "lm_head" not in row.name)),
     "weights gathered before the update are used after it | 2 | --dp 2 --zero 1":
         put(zero.FullyShardedDataParallel, "reshard", lambda right: lambda self: None),
 }
