@@ -288,7 +288,10 @@ def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
     node, local_rank = divmod(rank, I)
     by_node = [chunks[first : first + I] for first in range(0, P, I)]
     sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
-    direct = [_direct_reduce_scatter(*pair, combine, local_rank) for pair in zip(by_node, sums)]
+    direct = [
+        _direct_reduce_scatter(node_chunks, total, combine, local_rank)
+        for node_chunks, total in zip(by_node, sums)
+    ]
     yield from _among(range(node * I, node * I + I), direct)
     across = _ring_reduce_scatter(sums, output, combine, node)
     yield from _among(range(local_rank, P, I), [across])
@@ -632,7 +635,8 @@ def barrier(group=None):
 #
 # If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
 # of x's gradient, and the parts are summed. If all ranks use x identically, each already has the
-# whole gradient, and a sum would count it P times. So a tensor has one of four types over a group:
+# whole gradient, and a sum would count it once for every rank. So a tensor has one of four types
+# over a group (I and P are types here, and not numbers of ranks):
 #
 #        the ranks hold                                a rank's gradient is                  dual
 #     I  invariant: equal tensors, used identically    whole, and equal on all ranks         I
@@ -841,8 +845,9 @@ def exchange(sends, receives, group=None, async_op=False):
     """Do what plain_exchange() does, faster, and also in a group that is busy.
 
     Pending collectives of the group complete first. On gloo a message larger than its receiver's
-    tensor aborts the process. A RuntimeError names the failed peer. Only with async_op=True does it
-    return before the messages are complete, and an Operation to wait() for.
+    tensor aborts the process. A RuntimeError names the failed peer. With async_op=True this returns
+    an Operation to wait() for. Otherwise it returns when the messages are complete, or on NCCL when
+    the current stream has been told to wait for them.
     """
     tensor = (sends or receives)[0][0] if sends or receives else None
     operation = Operation("exchange", group, tensor, async_op)

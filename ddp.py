@@ -6,9 +6,9 @@ all-reduce that averages the gradients over the ranks after each backward pass g
 gradient of the whole batch. All ranks start from the same weights and take the same optimizer step,
 which keeps the replicas equal.
 
-If gradients were reduced only after backward, the network would be idle until then. Backward
-computes gradients from the last layer to the first, so they are collected in buckets in that order,
-and each bucket is reduced as soon as its last gradient has been computed:
+If gradients were reduced only after backward, the links between ranks would be idle until then.
+Backward computes gradients from the last layer to the first, so they are collected in buckets in
+that order, and each bucket is reduced as soon as its last gradient has been computed:
 
     backward      | layer 4 | layer 3 | layer 2 | layer 1 |
     network                           | bucket 0: 4, 3    | bucket 1: 2, 1    |
@@ -77,6 +77,7 @@ class Bucket:
             self.work = all_reduce(self.flat, ReduceOp.AVG, self.group, async_op=True)
 
     def finish(self):
+        assert not self.missing, "the loss has not used all parameters of this bucket"
         self.work.wait()
         parts = self.flat.split([p.numel() for p in self.parameters])
         for parameter, part in zip(self.parameters, parts):
@@ -85,11 +86,11 @@ class Bucket:
 
 
 def backward_in_buckets(loss, buckets):
-    """Replace each gradient of a loss by its mean over the group, with overlap.
+    """Run backward, and set each .grad to its mean over the group. Reductions overlap backward.
 
         for parameter in net.parameters():
             broadcast(parameter.data)  # all ranks start from rank 0's weights
-        parameters = [*net.parameters()][::-1]  # in the order in which backward gets to them
+        parameters = [*net.parameters()][::-1]  # backward's order, if forward uses them as listed
         buckets = [Bucket(parameters[i : i + 4]) for i in range(0, len(parameters), 4)]
         for batch in batches:
             optimizer.zero_grad()

@@ -349,7 +349,8 @@ class Trainer:
         args = self.args
         rate = self.optimizer.param_groups[0]["lr"]
         self.stop = bool(args.checkpoint) and on_any_rank(self.sigterm or self.save_failed)
-        # The host waits for the device here, and elsewhere in a step only in layers with experts.
+        # The host waits for the device here. Elsewhere in a step it waits only in layers with
+        # experts, and in update() for an optimizer that is not fused.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         self.steps_done += 1
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
@@ -761,10 +762,12 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
 # ---- where each parameter lives ------------------------------------------------------------------
 #
 # Each rank of the group over which a parameter is split holds a part of it, and the part's gradient
-# is summed over the ranks that hold the same part. Over these ranks ZeRO then cuts what it cuts.
+# is summed over the ranks that hold the same part. Among these, ZeRO divides the part's optimizer
+# state, gradient or weight. Weights are stored as (outputs, inputs), so a column-parallel layer
+# splits rows.
 #
 #     parameter                        split over      its gradient is summed over
-#     wte, and lm_head, a copy of it   tp, by tokens   dp x cp; first and last stage
+#     wte, lm_head                     tp, by tokens   dp x cp; if tied, first and last stage
 #     c_attn, c_fc, with biases        tp, by rows     dp x cp
 #     c_proj.weight                    tp, by columns  dp x cp
 #     c_proj.bias, ln_*, wpe           nothing         dp x cp; with --sp tp
@@ -773,8 +776,8 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
 #
 # Each fact is declared on the module that has the parameter: the part by set_shard(), the sum over
 # tp by mark_sum_over_tp(), the home and the initial value by declare(), a copy by GPT.copies.
-# place() collects them, and all that follows reads its Placements: initialize(), wrap(), the sums
-# and the norm of gradients, and checkpoints. tests/tools/placement.py prints them for any layout.
+# place() collects them in Placements, which are read by initialize(), wrap(), the sums and the norm
+# of gradients, and checkpoints. tests/tools/placement.py prints them for any layout.
 
 
 @dataclass(frozen=True, eq=False)
@@ -808,7 +811,7 @@ class Placement:
     initial: its initial value, see declare().
     home: its Home. shard: the Shard that says which part this rank has, or None for all of it.
     sum_over_tp: whether the gradient is summed over home.tp_group, see mark_sum_over_tp().
-    is_tied: whether embedding and head share it, so that two stages have it and sum its gradient.
+    is_tied: whether embedding and head share it. If two stages have it, they sum its gradient.
     is_copy: whether another chunk has the original, which counts in the norm and is saved.
     is_buffer, is_saved: whether it is a buffer, and whether checkpoints hold it.
     """
@@ -995,7 +998,10 @@ def make_norm(config):
 
 
 def of_own_tokens(module, config):
-    """With sp, mark a module as one whose gradients cover this rank's tokens only. Return it."""
+    """With sp, mark a module as one whose gradients cover this rank's tokens only. Return it.
+
+    A norm of q or k inside attention works on this rank's heads, so it is always marked.
+    """
     return mark_sum_over_tp(module) if config.sp else module
 
 
@@ -1097,7 +1103,7 @@ class Block(nn.Module):
 
     def attend(self, q, k, v):
         """Compute attention. Heads are split over tp, so every rank draws its own mask."""
-        if self.config.is_llama:
+        if self.rotary:
             q, k = self.rotary.rotate(q), self.rotary.rotate(k)
             v = v.contiguous()  # as a view it would keep c_attn's output, q and k included
         p = self.config.dropout if self.training else 0.0
@@ -1152,7 +1158,9 @@ class GPT(nn.Module):
         self.defer = options.get("defer")
         self.random = options.get("random", nullcontext())
         self.copies = {"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {}
-        self.rotary = RotaryPositions(config.hidden // config.heads, config.rope_theta)
+        self.rotary = None
+        if config.is_llama:
+            self.rotary = RotaryPositions(config.hidden // config.heads, config.rope_theta)
         self.set_positions(positions)
 
         def embedding():
@@ -1196,7 +1204,8 @@ class GPT(nn.Module):
 
     def set_positions(self, positions):
         """Set which positions a sequence's tokens have. With sp, keep those of this rank of tp."""
-        self.rotary.set_positions(positions)
+        if self.rotary:
+            self.rotary.set_positions(positions)
         self.positions = positions
         if self.config.sp:
             rank, tp = rank_and_size(self.tp_group)
@@ -1270,8 +1279,8 @@ def normal(shape, std, key, offset=0):
     """Return the rows from `offset` on of a tensor of normally distributed numbers.
 
     Each row has a random stream of its own, so that a rank draws only the rows that it holds. key:
-    a text on which the numbers depend. A row is what the first dim counts. Of tensors with three
-    dims, such as an expert's matrix, each row of the row has a stream.
+    a text on which the numbers depend. A row is one index of the first dim. In a tensor with three
+    dims, which holds one matrix per expert, each row of each matrix has its own stream.
     """
     value = torch.empty(shape, dtype=torch.float32)
     digest = hashlib.sha256(key.encode()).digest()

@@ -2,8 +2,9 @@
 
 If a batch passes through in one piece, only one stage works at a time. If the batch is cut into m
 microbatches, the stages work side by side, and are idle only while the pipeline fills and drains.
-This idle time is called the bubble. Here are p = 3 stages and m = 5 microbatches; a forward (F)
-takes one slot of time, a backward (B) takes two, and dots are idle slots:
+This idle time is called the bubble. Here are p = 3 stages and m = 5 microbatches. A slot of time is
+two characters wide. A forward (F) takes one slot, a backward (B) takes two, a message takes none,
+and dots are idle:
 
     GPipe: all forward, then all backward          1F1B: one forward, one backward, in turn
     F0F1F2F3F4............B0B0B1B1B2B2B3B3B4B4     F0F1F2........B0B0F3B1B1F4B2B2..B3B3..B4B4
@@ -11,7 +12,7 @@ takes one slot of time, a backward (B) takes two, and dots are idle slots:
     ....F0F1F2F3F4B0B0B1B1B2B2B3B3B4B4........     ....F0B0B0F1B1B1F2B2B2F3B3B3F4B4B4........
 
 The bubble is the same. If a forward takes F and a backward B, it is (p-1)(F+B) on every rank. This
-is (p-1)/m of the ideal time m(F+B), or (p-1)/(m+p-1) of the whole step. 1F1B saves memory: a stage
+is (p-1)/m of the ideal time m(F+B), or (p-1)/(m+p-1) of the whole step. 1F1B saves memory: stage
 holds activations of at most min(m, p - stage) microbatches, here 3, 2 and 1; GPipe holds all m = 5.
 
 A backward has two halves. Other stages wait only for the gradient of a stage's input (I). The
@@ -69,20 +70,24 @@ from collectives import autocasted, count_bytes, exchange, gather_objects, rank_
 def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     """One step of GPipe: all microbatches go forward, then their gradients come back.
 
-    inputs, targets: lists of microbatches, given to every rank. A stage's output must have the
-    shape and the floating-point dtype of its input. loss_fn returns a microbatch's share of the
-    loss, such as its mean divided by the number of microbatches, because the gradients of the
-    shares are summed. They accumulate in the parameters. Returns
-    the losses of the microbatches on the last rank, and None on the others. The first argument of
-    exchange() lists what to send, the second what to receive, both as (tensor, peer rank).
+    inputs, targets: lists of microbatches, given to every rank; ranks after the first use only the
+        shape and dtype of inputs. Every stage but the last must return the shape and the
+        floating-point dtype of its input.
+    loss_fn returns a microbatch's share of the loss, such as its mean divided by the number of
+        microbatches, because the gradients of the shares are summed.
+
+    Gradients accumulate in the parameters. Returns the losses of the microbatches on the last rank,
+    and None on the others. exchange(sends, receives) lists both as (tensor, peer rank), and returns
+    when all are done.
     """
     rank, world_size = rank_and_size(group)
     last = world_size - 1
     passes = []
     for x, target in zip(inputs, targets):
         if rank > 0:
-            x = torch.empty_like(x).requires_grad_()
-            exchange([], [(x.data, rank - 1)], group)
+            x = torch.empty_like(x)
+            exchange([], [(x, rank - 1)], group)
+            x.requires_grad_()  # a leaf, whose gradient goes back
         output = stage(x).contiguous()
         if rank < last:
             exchange([(output.detach(), rank + 1)], [], group)
@@ -103,8 +108,9 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     """One step of 1F1B: gpipe_step() in another order, which keeps fewer activations.
 
-    A rank first goes forward once per later stage. With its next forward, every later stage has
-    work until the first gradient returns; more forwards would only hold more activations. From then
+    A rank first goes forward once per later stage. It then goes forward once more and waits for its
+    first gradient. Even more forwards would hold more activations and save no time: if messages
+    take none, the last stage is already busy from its first forward to its last backward. From then
     on it goes backward after each forward, which frees the activations of one microbatch before it
     makes those of another. In this steady phase a rank sends an output and receives a gradient in
     one exchange with the next rank, and sends a gradient and receives an input in one with the

@@ -19,7 +19,8 @@ It sends       10 b s h (t-1)/t elements per layer with sequence parallelism, fo
                2 are inputs that backward gathers again. Each training step also sums gradients of
                norms and row-parallel biases over t ranks, and all gradients over P ranks. For the
                costs of attention, see "the three methods"
-Overlap        only the ring computes while it sends. For linear layers, see tensor_parallel.py
+Overlap        only the ring computes while it sends, except for the first message of backward. For
+               linear layers, see tensor_parallel.py
 PyTorch's      SequenceParallel runs norms and dropouts on DTensors, and context_parallel() patches
                scaled_dot_product_attention(). Here the model calls one of three functions instead
 
@@ -57,8 +58,9 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
     up: (F/t, D) and down: (D, F/t), this rank's parts of the weights of an MLP of width F.
     norm: its gradients cover this rank's tokens only, and must still be summed over the group.
     Types (see "derivatives" in collectives.py): x, up, down: V; parameters of norm: R; result: V.
-    Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep norm(x), 1/t
-    of it, and gather it again in backward: these are the other 2 of the 10 at the top.
+    Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep only
+    norm(x), and gather it again in backward. The MLP and attention do so once each: these are the
+    other 2 of the 10 at the top.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
     hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, F/t)
@@ -94,7 +96,7 @@ def simple_allgather_attention(q, k, v, group=None):
 
 
 def simple_ring_attention(q, k, v, group=None):
-    """Do the same as simple_allgather_attention(), but hold one rank's keys and values at a time.
+    """Do the same as simple_allgather_attention(), but with one rank's keys and values at a time.
 
     Autograd does not follow plain_exchange(), so there is no backward. ring_attention() has one,
     overlaps messages with computation, skips what the mask hides, does not overflow in exp(), and

@@ -12,8 +12,8 @@ and rows of B are columns (dim 1) of it.
     f = copy_to_group()       forward: identity     backward: all-reduce   dX has a term per rank
     g = reduce_from_group()   forward: all-reduce   backward: identity     Z has a term per rank
 
-With H_r = X A_r, dX is the sum over r of dH_r A_r^T. Rank r computes one term, and f adds the
-terms. All ranks use Z identically, so each has all of dZ, and g sends nothing in backward.
+With H_r = X A_r, dX is the sum over r of dH_r A_r^T. Rank r computes one term, and in backward
+f adds them. All ranks use Z identically, so each has all of dZ, and g sends nothing in backward.
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0. Then f
 is an all-gather, whose backward is a reduce-scatter, and g is the reverse. AlexNet (2012), further
@@ -62,8 +62,8 @@ from collectives import (
 def column_linear(x, weight, bias=None, group=None):
     """Return f(X) A_r + b_r, this rank's columns of X A + b. X is the same on every rank.
 
-    Types of x, weight and bias -> the result: I, V, V -> V. I is equal on all ranks, which use it
-    identically; of V each rank has its own. See "derivatives" in collectives.py.
+    Types of x, weight and bias -> the result: I, V, V -> V. An I and its gradient are
+    equal on all ranks; of a V each rank has its own. See "derivatives" in collectives.py.
     """
     return F.linear(copy_to_group(x, group), weight, bias)
 
@@ -93,7 +93,7 @@ def split_mlp(x, up, down, group=None):
 #
 # With sequence parallelism a product either needs every rank's chunk of X, or is summed over the
 # ranks into chunks of Z. While one large chunk is computed, another travels directly between its
-# owner and this rank. The tables show each step s for P = 4.
+# owner and this rank. All messages are posted first. The tables show the order of use for P = 4.
 #
 #             gather_and_multiply(): rank r multiplies      multiply_and_scatter(): rank r computes
 #             chunk r - s, while (r - s - 1) arrives        chunk r + s + 1 and sends it (->)
@@ -104,7 +104,8 @@ def split_mlp(x, up, down, group=None):
 #     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
 #     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
 #
-# On the right, one operation adds the four summands of a chunk, so a 16-bit sum is rounded once.
+# On the right, one operation adds the four summands of a chunk. In 16 bits each summand is
+# rounded, and their sum only once.
 # Either way a rank sends (P-1)/P of the whole, as in an all-gather or a reduce-scatter.
 
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # smaller chunks cost more than overlap saves
