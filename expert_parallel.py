@@ -131,7 +131,8 @@ class Hop:
     effects. Counts are indexed by [rank][local expert].
 
         Hop()       order = 1 2 0, send_counts = [[1, 1], [1, 0]], receive_counts = [[1, 1], [2, 0]]
-        wait()      rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1
+        wait()      rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1,
+                    by_rank = 0 3 1 2, the inverse of by_expert
         dispatch()  sends t1 t2 | t0, receives t1 t2 | t3 t4, returns t1 t3 t4 t2
         combine()   takes results in this order, sends t1 t2 | t3 t4 back, receives t1 t2 | t0
     """
@@ -171,19 +172,20 @@ class Hop:
         counts = self.receive_counts.flatten()
         cell = torch.repeat_interleave(counts, output_size=sum(self.sizes))
         self.by_expert = (cell % len(self.sizes)).argsort(stable=True)
+        self.by_rank = self.by_expert.argsort()
 
     def dispatch(self, x):
         """Send the rows of x, (N, ...), to experts; return those received, (M, ...). V -> V."""
         rows = x.index_select(0, self.token)
         rows = all_to_all_in_group(rows, self.rows_from, self.rows_to, self.group)
-        return rows.index_select(0, self.by_expert)
+        return self.permute(rows, self.by_expert, self.by_rank)
 
     def combine(self, rows, weights=None):
         """Send results (M, D) back. Return sums per token (N, D), weighted if weights are given.
 
         Types of rows and weights: V, V -> V.
         """
-        rows = rows.index_select(0, self.by_expert.argsort())
+        rows = self.permute(rows, self.by_rank, self.by_expert)
         rows = all_to_all_in_group(rows, self.rows_to, self.rows_from, self.group)
         if weights is not None:
             weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
@@ -191,6 +193,24 @@ class Hop:
         # unlike index_add_(), scatter_add_() does not keep the rows for backward
         y = rows.new_zeros(self.num_tokens, rows.shape[1])
         return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
+
+    def permute(self, rows, order, inverse):
+        """Return rows[order]. Rows for a single expert already are in its order. V -> V."""
+        return rows if len(self.sizes) == 1 else _Permuted.apply(rows, order, inverse)
+
+
+class _Permuted(torch.autograd.Function):
+    """Return rows[order]. Autograd, which cannot know that each row is taken once, would add."""
+
+    @staticmethod
+    def forward(ctx, rows, order, inverse):
+        ctx.save_for_backward(order, inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        order, inverse = ctx.saved_tensors
+        return _Permuted.apply(grad_output, inverse, order), None, None
 
 
 class _WeightedSums(torch.autograd.Function):

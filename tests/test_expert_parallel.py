@@ -1,6 +1,7 @@
 """Mixtures of experts agree with a loop over tokens and experts; bytes and loads are counted."""
 
 import re
+from collections import Counter
 from functools import partial
 from unittest.mock import patch
 
@@ -219,6 +220,39 @@ def test_the_short_form_and_the_full_dispatch_give_the_same_bits():
     gradients = [torch.autograd.grad(y, (x, *expert.parameters()), grad)
                  for y, x in ((one, plain), (other, full))]
     assert all(map(torch.equal, *gradients)) and (rank == 0 or gradients[0][0].any())
+
+
+class Moved(TorchDispatchMode):
+    """Counts the operators inside that write a matrix with rows of this width, by name."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.count = width, Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[1:] == (self.width,):
+            self.count[function.overloadpacket.__name__] += 1
+        return result
+
+
+@pytest.mark.parametrize("num_local", [1, 2])
+@on_ranks(2)
+def test_backward_undoes_a_permutation_by_the_inverse_and_one_expert_needs_none(num_local):
+    """Gradients are added only where a token has several rows: in dispatch."""
+    rank, P = rank_and_size()
+    torch.manual_seed(rank)
+    x, weights = torch.randn(9, 4, requires_grad=True), torch.rand(9, 2)
+    experts = torch.rand(9, num_local * P).argsort(1)[:, :2]
+    with Moved(4) as forward:
+        y = dispatch_and_combine(x, experts, weights, num_local * P, lambda rows, *_: rows * 2)
+    with Moved(4) as backward:
+        y.sum().backward()
+    assert_close(x.grad, 2 * weights.sum(1, keepdim=True).expand_as(x), 1e-6)
+    permutations = 2 * (num_local > 1)
+    assert forward.count["index_select"] == 1 + permutations  # one takes the rows of x
+    assert backward.count["index_select"] == 1 + permutations  # one takes the rows of dy
+    assert backward.count["index_add"] + backward.count["index_add_"] == 1
 
 
 # ---- waits and launches of the host --------------------------------------------------------------
