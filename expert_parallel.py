@@ -744,6 +744,9 @@ class MoE(nn.Module):
             x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)
         routing = self.router(tokens)
+        with_losses = torch.is_grad_enabled()
+        # small messages go first, so that they do not wait for long ones of the same group
+        counts = self._count(routing.experts) if with_losses else None
         # under autocast the elements of rows have 16 bits, which halves the messages
         tokens = autocasted(tokens)
         experts = self._within_capacity(routing.experts)
@@ -752,21 +755,26 @@ class MoE(nn.Module):
             y = two_hops(*args, *self.nodes, self.shared, self.parts)
         else:
             y = dispatch_and_combine(*args, self.group, self.shared, self.parts)
-        if torch.is_grad_enabled():
-            y = self._with_losses(y, routing, experts)
+        if with_losses:
+            y = self._with_losses(y, routing, experts, *counts)
         y = y.view(x.shape)
         if self.tp_group is None:
             return y
         return gather_from_group(y, 0, self.tp_group)
 
-    def _with_losses(self, y, routing, experts):
-        """Return y, whose backward also computes the losses' gradients and adds to the tally."""
-        counts = count_choices(routing.experts, self.num_experts)
-        losses = y.new_zeros(2)  # balance loss, z-loss
+    def _count(self, experts):
+        """Return how often this rank, and how often all ranks of the grid chose each expert."""
+        counts = count_choices(experts, self.num_experts)
+        totals = counts.clone()
         if self.has_losses:
-            totals = counts.clone()
             for group in self.balance_groups:
                 all_reduce(totals, group=group)
+        return counts, totals
+
+    def _with_losses(self, y, routing, experts, counts, totals):
+        """Return y, whose backward also computes the losses' gradients and adds to the tally."""
+        losses = y.new_zeros(2)  # balance loss, z-loss
+        if self.has_losses:
             tokens = totals.sum() // self.router.top_k
             balance = balance_loss(routing.probabilities, totals, tokens)
             losses = torch.stack([balance, router_z_loss(routing.logits, tokens)])

@@ -508,6 +508,23 @@ def test_a_layer_in_parts_does_not_hang_under_the_rules_of_nccl(per_node):
     assert_close(x.grad, expected, 1e-6)
 
 
+@on_ranks(2)
+def test_balance_losses_are_sent_before_any_token():
+    """On a group that they share with the experts they would wait for long messages."""
+    layer, sent = MoE(4, 16, 4, 2, parts=2, balance_coefficient=0.1, balance_groups=(None,)), []
+
+    def listen(event, operation, *_):
+        if event == "begin" and operation.of is None:
+            sent.append(operation.name)
+
+    with observe(listen):
+        layer(torch.randn(6, 4))
+    assert sent == ["all_reduce", *["all_to_all_single"] * 5]
+    with observe(listen), torch.no_grad():
+        layer(torch.randn(6, 4))
+    assert sent[6:] == ["all_to_all_single"] * 5
+
+
 # ---- router --------------------------------------------------------------------------------------
 
 
