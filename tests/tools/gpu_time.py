@@ -60,6 +60,7 @@ CHANNELS, CHANNEL_BYTES = 32, 12e6  # NCCL's buffers for each peer
 aten = torch.ops.aten
 NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach}
 NO_KERNEL |= {aten.new_empty_strided, aten._unsafe_view, aten.set_, aten._local_scalar_dense}
+NO_INPUT = {aten.new_zeros, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like}
 FLOPS = flop_registry | {  # FLOPs of matrix products
     aten.addmm: lambda total, *factors, **_: flop_registry[aten.mm](*factors[:2]),
     aten.addmm_: lambda total, *factors, **_: flop_registry[aten.mm](*factors[:2]),
@@ -95,6 +96,8 @@ class Timer(fake_cuda.Watch):
             self.host.work(operator.__name__, VIEW_US)
             return result
         self.host.work(operator.__name__, LAUNCH_US)
+        if operator in NO_INPUT:  # it looks at a tensor's shape, and reads nothing
+            given = []
         tensors = given + [tensor for tensor in made if not any(tensor is t for t in given)]
         moving = sum(tensor.nbytes for tensor in tensors) / (MOVES * 1e3 * self.gpu.memory_speed)
         computing = self.computing(function, arguments, options or {}, result)
