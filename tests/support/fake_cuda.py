@@ -277,7 +277,7 @@ def _patches(watch):
     yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
     yield patch.object(dist, "get_backend", lambda group=None: "nccl")
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
-    for module in (collectives, pipeline, ddp):
+    for module in (collectives, pipeline, ddp, hybrid):
         yield patch.object(module, "gather_objects", alike)
     yield patch.object(tensor_parallel, "check_parts", ignore)  # other ranks have other parts
 
