@@ -115,7 +115,8 @@ def dispatch_and_combine(
     x: (N, D). experts (-1 for none), weights: (N, k). Expert e is on rank e * P // num_experts.
     compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
         sorted by expert. `sizes` (a list) and `counts` (a tensor) are the experts' row counts.
-    shared: a module whose output for x is added. It is launched before the host waits for counts.
+    shared: a module whose output for x is added. It is launched before the host waits for counts,
+        or in several parts while the first one travels.
     parts: see "a layer in parts". compute() is called for each part, and all ranks pass the same.
     Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
     """
