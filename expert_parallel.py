@@ -23,9 +23,9 @@ A rank holds   E/P whole experts, and copies of the router and of the shared exp
 It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its backward, if each
                rank has N tokens of width D and routing is even. two_hops() sends a token to
                another node only once, however many of its experts are there
-Overlap        shared experts compute while the host waits for message sizes. DeepSeek's DualPipe
-               also computes one microbatch while another's tokens travel; that of pipeline.py does
-               not
+Overlap        shared experts compute while the host waits for message sizes. In parts, some of a
+               rank's tokens travel while experts compute others. DeepSeek's DualPipe also computes
+               one microbatch while another's tokens travel; that of pipeline.py does not
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
                split one expert over several ranks. DeepEP has kernels for both all-to-alls
 
@@ -36,16 +36,17 @@ Load Balancing", 2024. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
     torchrun --nproc-per-node 4 expert_parallel.py      bytes, and the error against one process
 """
 
-from collections import namedtuple
+from collections import deque, namedtuple
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from collectives import (
-    all_reduce, all_to_all_in_group, autocasted, count_bytes, gather_from_group, rank_and_size,
-    run_ranks, scatter_to_group,
+    all_reduce, all_to_all_in_group, all_to_all_single, autocasted, count_bytes, gather_from_group,
+    rank_and_size, run_ranks, scatter_to_group,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -106,91 +107,175 @@ def switch_layer(x, router, compute, group=None):
 # GPU, rows are added by atomic operations, in any order, so the last bits may vary for k > 2.
 
 
-def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, shared=None):
+def dispatch_and_combine(
+    x, experts, weights, num_experts, compute, group=None, shared=None, parts=1
+):
     """Send each token to the ranks of its experts, compute there, and return the weighted sums.
 
     x: (N, D). experts (-1 for none), weights: (N, k). Expert e is on rank e * P // num_experts.
     compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
         sorted by expert. `sizes` (a list) and `counts` (a tensor) are the experts' row counts.
-    shared: a module whose output for x is added. It is launched before the host waits for counts.
+    shared: a module whose output for x is added. It is launched before the host waits for counts,
+        or in several parts while the first one travels.
+    parts: see "a layer in parts". compute() is called for each part, and all ranks pass the same.
     Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
     """
-    hop = Hop(experts, num_experts, group)
+    counts = Counts(experts, num_experts, group, parts)
+    if parts > 1:
+        at_experts = lambda hop, rows: compute(rows, hop.sizes, hop.counts)
+        return run_in_parts(counts, [x], at_experts, weights, shared)
     shared_y = shared(x) if shared is not None else None
-    hop.wait()
+    (hop,) = counts.wait()
     # a variable for the results would keep them in memory while a reordered copy travels back
     y = hop.combine(compute(hop.dispatch(x), hop.sizes, hop.counts), weights)
     return y if shared is None else y + shared_y
 
 
-class Hop:
-    """Carries tokens to the ranks of their experts, and results back.
+class Counts:
+    """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
 
-    The arguments are those of dispatch_and_combine(). wait() must be called before dispatch(). On
-    rank 0 of the picture at the top, where G = 2 and experts = 2 0 1, the calls have the following
-    effects. Counts are indexed by [rank][local expert].
+    experts, num_experts, group and parts are those of dispatch_and_combine(). Part i of N tokens
+    has num_tokens[i] of them, which may be none. wait() yields a Hop for each part. On rank 0 of
+    the picture at the top, where G = 2 and experts = 2 0 1, counts are indexed by [rank][local
+    expert]:
 
-        Hop()       order = 1 2 0, send_counts = [[1, 1], [1, 0]], receive_counts = [[1, 1], [2, 0]]
-        wait()      rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1
-        dispatch()  sends t1 t2 | t0, receives t1 t2 | t3 t4, returns t1 t3 t4 t2
-        combine()   takes results in this order, sends t1 t2 | t3 t4 back, receives t1 t2 | t0
+        Counts()    order = 1 2 0, send_counts = [[1, 1], [1, 0]], receive_counts = [[1, 1], [2, 0]]
+        wait()      rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1,
+                    by_rank = 0 3 1 2, the inverse of by_expert
     """
 
-    def __init__(self, experts, num_experts, group=None):
+    def __init__(self, experts, num_experts, group=None, parts=1):
         _, world_size = rank_and_size(group)
         num_local = num_experts // world_size
-        self.group = group
-        self.num_tokens, self.k = experts.shape
-        send_counts = count_choices(experts, num_experts).view(world_size, -1)
+        self.group, self.k = group, experts.shape[1]
+        each, left_over = divmod(len(experts), parts)
+        self.num_tokens = [each + (part < left_over) for part in range(parts)]
+        choices = experts.split(self.num_tokens)
+        of_parts = [count_choices(part, num_experts).view(world_size, -1) for part in choices]
+        send_counts = torch.cat(of_parts, 1)  # (P, parts * G)
         # NCCL is fast if messages begin at multiples of 16 bytes, so send an even number of counts
-        send_counts = F.pad(send_counts, (0, num_local % 2))
+        send_counts = F.pad(send_counts, (0, parts * num_local % 2))
         receive_counts = all_to_all_in_group(send_counts, group=group)
-        both = torch.stack([send_counts, receive_counts])[..., :num_local]
+        both = torch.stack([send_counts, receive_counts])[..., : parts * num_local]
+        both = both.unflatten(2, (parts, num_local)).transpose(1, 2)  # (2, parts, P, G)
         self.receive_counts = both[1]
         # start the copy now, so that wait() need not wait for kernels launched after the copy
         self.on_host = both.to("cpu", non_blocking=True)
         if experts.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
         # The i-th choice of a token has number token * k + i. Sorting by expert sorts by rank, too.
-        self.order = experts.flatten().argsort(stable=True)
+        self.orders = [part.flatten().argsort(stable=True) for part in choices]
 
     def wait(self):
-        """Wait for the counts, and determine which rows go where."""
-        if self.order.is_cuda:
+        """Wait for the counts, and yield a Hop for each part, which knows which rows go where."""
+        if self.receive_counts.is_cuda:
             self.copied.synchronize()
-        send_counts, receive_counts = self.on_host.tolist()
-        self.rows_to = [sum(counts) for counts in send_counts]
-        self.rows_from = [sum(counts) for counts in receive_counts]
-        self.sizes = [sum(counts) for counts in zip(*receive_counts)]
-        self.counts = self.receive_counts.sum(0)
+        sent, received = self.on_host.tolist()
+        for part in zip(self.num_tokens, self.orders, sent, received, self.receive_counts):
+            yield Hop(self, *part)
+
+
+class Hop:
+    """Carries tokens to the ranks of their experts, and results back.
+
+    On rank 0 of the picture at the top:
+
+        dispatch()  sends t1 t2 | t0, receives t1 t2 | t3 t4, returns t1 t3 t4 t2
+        combine()   takes results in this order, sends t1 t2 | t3 t4 back, receives t1 t2 | t0
+    """
+
+    def __init__(self, counts, num_tokens, order, sent, received, receive_counts):
+        """counts: the Counts. The others are those of one part, see there."""
+        self.group, self.num_tokens = counts.group, num_tokens
+        self.rows_to = [sum(of_rank) for of_rank in sent]
+        self.rows_from = [sum(of_rank) for of_rank in received]
+        self.sizes = [sum(of_expert) for of_expert in zip(*received)]
+        self.counts = receive_counts.sum(0)
+        self.cells = receive_counts.flatten()  # the rows of each source and expert
         # choices of -1 come first in the order, and are removed
-        self.order = self.order[len(self.order) - sum(self.rows_to) :]
-        self.token = self.order // self.k
-        # Rows arrive sorted by source rank, then by expert. In the example the sources are 0 0 1 1,
-        # the experts are 0 1 0 0, and the cells, source * G + expert, are 0 1 2 2.
-        counts = self.receive_counts.flatten()
-        cell = torch.repeat_interleave(counts, output_size=sum(self.sizes))
-        self.by_expert = (cell % len(self.sizes)).argsort(stable=True)
+        self.order = order[len(order) - sum(self.rows_to) :]
+        self.token = self.order // counts.k
+
+    @cached_property  # computed while the first rows travel
+    def by_expert(self):
+        """The order that sorts the rows received by expert.
+
+        They arrive sorted by source rank, then by expert. In the example the sources are 0 0 1 1,
+        the experts are 0 1 0 0, and the cells, source * G + expert, are 0 1 2 2.
+        """
+        cell = torch.repeat_interleave(self.cells, output_size=sum(self.sizes))
+        return (cell % len(self.sizes)).argsort(stable=True)
+
+    @cached_property
+    def by_rank(self):
+        """The inverse of by_expert."""
+        return self.by_expert.argsort()
 
     def dispatch(self, x):
         """Send the rows of x, (N, ...), to experts; return those received, (M, ...). V -> V."""
         rows = x.index_select(0, self.token)
         rows = all_to_all_in_group(rows, self.rows_from, self.rows_to, self.group)
-        return rows.index_select(0, self.by_expert)
+        return self.sort(rows)
 
     def combine(self, rows, weights=None):
         """Send results (M, D) back. Return sums per token (N, D), weighted if weights are given.
 
         Types of rows and weights: V, V -> V.
         """
-        rows = rows.index_select(0, self.by_expert.argsort())
+        rows = self.unsort(rows)
         rows = all_to_all_in_group(rows, self.rows_to, self.rows_from, self.group)
+        return self.sums(rows, weights)
+
+    def sums(self, rows, weights):
+        """Return the sums per token of the results that have come back."""
         if weights is not None:
             weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
             return _WeightedSums.apply(rows, weights, self.token, self.num_tokens)
         # unlike index_add_(), scatter_add_() does not keep the rows for backward
         y = rows.new_zeros(self.num_tokens, rows.shape[1])
         return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
+
+    def begin_dispatch(self, x):
+        """Begin what dispatch() does; return what end_dispatch() takes."""
+        rows = x.index_select(0, self.token)
+        return post_rows(rows, self.rows_from, self.rows_to, self.group)
+
+    def end_dispatch(self, rows, journey):
+        return self.sort(await_rows(rows, journey))
+
+    def begin_combine(self, rows):
+        """Begin what combine() does; return what end_combine() takes, beside the weights."""
+        rows = self.unsort(rows)
+        return post_rows(rows, self.rows_to, self.rows_from, self.group)
+
+    def end_combine(self, rows, journey, weights=None):
+        return self.sums(await_rows(rows, journey), weights)
+
+    def sort(self, rows):
+        """Sort received rows by expert. Those for a single expert already are. V -> V."""
+        if len(self.sizes) == 1:
+            return rows
+        return _Permuted.apply(rows, self.by_expert, self.by_rank)
+
+    def unsort(self, rows):
+        """Return results in the order in which their rows arrived. V -> V."""
+        if len(self.sizes) == 1:
+            return rows
+        return _Permuted.apply(rows, self.by_rank, self.by_expert)
+
+
+class _Permuted(torch.autograd.Function):
+    """Return rows[order]. Autograd, which cannot know that each row is taken once, would add."""
+
+    @staticmethod
+    def forward(ctx, rows, order, inverse):
+        ctx.save_for_backward(order, inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        order, inverse = ctx.saved_tensors
+        return _Permuted.apply(grad_output, inverse, order), None, None
 
 
 class _WeightedSums(torch.autograd.Function):
@@ -218,7 +303,9 @@ def count_choices(experts, num_experts):
     return counts.scatter_add_(0, choices.clamp(min=0), (choices >= 0).long())
 
 
-def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group, shared=None):
+def two_hops(
+    x, experts, weights, num_experts, compute, node_group, cross_group, shared=None, parts=1
+):
     """Do what dispatch_and_combine() does, but let a token cross to each node at most once.
 
     node_group: the ranks of this node. cross_group: one rank per node, at the same place in each.
@@ -226,22 +313,147 @@ def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group,
     First hop: each token goes once to every node that holds one of its experts, together with its
     choices and weights. Second hop: an ordinary dispatch inside the node. The weighted results are
     summed there, and one row per token and node returns. Zhao et al., "DeepEP", 2025.
-    The types over all ranks are those of dispatch_and_combine().
+    The types over all ranks are those of dispatch_and_combine(). Each of the parts that cross is
+    dispatched inside the node in as many parts again.
     """
     node, num_nodes = rank_and_size(cross_group)
     per_node = num_experts // num_nodes
     nodes = torch.arange(num_nodes, device=x.device)
     node_of = experts // per_node  # (N, k); -1 stays -1
     is_needed = (node_of.unsqueeze(2) == nodes).any(1)  # (N, num_nodes)
-    hop = Hop(nodes.where(is_needed, -1), num_nodes, cross_group)  # its experts are the nodes
+    # the experts of the first hop are the nodes
+    counts = Counts(nodes.where(is_needed, -1), num_nodes, cross_group, parts)
+
+    def in_node(hop, rows, experts, weights):
+        is_here = experts // per_node == node
+        experts = (experts % per_node).where(is_here, -1)
+        args = rows, experts, weights, per_node, compute, node_group
+        return dispatch_and_combine(*args, parts=parts)
+
+    if parts > 1:
+        return run_in_parts(counts, [x, experts, weights], in_node, None, shared)
     shared_y = shared(x) if shared is not None else None
-    hop.wait()
-    rows, experts, weights = map(hop.dispatch, (x, experts, weights))
-    is_here = experts // per_node == node
-    experts = (experts % per_node).where(is_here, -1)
-    rows = dispatch_and_combine(rows, experts, weights, per_node, compute, node_group)
-    y = hop.combine(rows)
+    (hop,) = counts.wait()
+    y = hop.combine(in_node(hop, *map(hop.dispatch, (x, experts, weights))))
     return y if shared is None else y + shared_y
+
+
+# ---- a layer in parts ----------------------------------------------------------------------------
+#
+# A message can travel beside a computation that does not need it. So the tokens are divided into
+# parts, and while some are computed, others travel. With two parts, what is computed (above) runs
+# beside what travels (below). Time goes to the right in forward:
+#
+#     router            shared       experts 1    experts 2    sums 1       sums 2
+#              counts   dispatch 1   dispatch 2   combine 1    combine 2
+#
+# In backward time goes to the left, since autograd begins with what forward launched last. There, a
+# dispatch or a combine carries the gradients of its rows the other way:
+#
+#     router            shared       experts 1    experts 2    sums 1       sums 2
+#                       dispatch 1   dispatch 2   combine 1    combine 2
+#
+# Only the first dispatch and the last combine of a direction are exposed, as far as the shared
+# experts and the sums do not hide them. Every rank posts as many messages, also for parts in which
+# it has no token. Nothing else changes: a token's choices, what capacity drops and the order in
+# which a token's results are added are those of the whole. A matrix's gradient is the sum of those
+# of the parts, and each part needs kernels and batches of its own. So it pays if messages are long,
+# and if an expert's rows of a part still fill a GPU.
+
+
+def run_in_parts(counts, tensors, compute, weights, shared):
+    """Dispatch, compute and combine each part of the tensors (N, ...), beside messages of others.
+
+    counts: the parts' Counts. compute: compute(hop, *rows), from the parts' rows to results.
+    weights, shared: those of dispatch_and_combine(), or None.
+    """
+    hops, leaving = [], deque()
+    pieces = zip(*[tensor.split(counts.num_tokens) for tensor in tensors])
+    for hop, piece in zip(counts.wait(), pieces):
+        hops.append(hop)
+        leaving.append([hop.begin_dispatch(x) for x in piece])
+    shared_y = shared(tensors[0]) if shared is not None else None
+    returning = deque()
+    for hop in hops:
+        # no variable keeps rows in memory for longer than they are needed
+        rows = (hop.end_dispatch(*sent) for sent in leaving.popleft())
+        returning.append(hop.begin_combine(compute(hop, *rows)))
+    of_parts = [None for _ in hops] if weights is None else weights.split(counts.num_tokens)
+    y = torch.cat([hop.end_combine(*returning.popleft(), w) for hop, w in zip(hops, of_parts)])
+    return y if shared is None else y + shared_y
+
+
+class Journey:
+    """An all-to-all that is under way, in forward from _Post to _Await, in backward the reverse.
+
+    received, sent: the rows that come from and go to each rank in forward
+    """
+
+    def __init__(self, received, sent, group):
+        self.received, self.sent, self.group = received, sent, group
+        self.operation = None
+        self.gradient = None  # what arrives in backward
+
+    def begin(self, rows, received, sent):
+        """Begin to send rows; return the tensor whose rows arrive until end()."""
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        options = {"group": self.group, "async_op": True}
+        self.operation = all_to_all_single(output, rows.contiguous(), received, sent, **options)
+        return output
+
+    def end(self):
+        self.operation.wait()
+        self.operation = None  # it holds the tensors
+
+
+class _Post(torch.autograd.Function):
+    """Begin to send rows. Backward waits for their gradients, which _Await has begun to send."""
+
+    @staticmethod
+    def forward(ctx, rows, journey):
+        ctx.journey = journey
+        return journey.begin(rows, journey.received, journey.sent)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, sent_gradient):
+        journey = ctx.journey
+        journey.end()
+        gradient, journey.gradient = journey.gradient, None
+        return gradient, None
+
+
+class _Await(torch.autograd.Function):
+    """Wait for rows. Backward begins to send their gradients back.
+
+    Autograd insists that the gradient of an input has the input's shape, but as many rows arrive as
+    were sent in forward. So backward returns the gradient that it sends, and _Post ignores it and
+    takes what arrives from the Journey, which both share.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, journey):
+        ctx.journey = journey
+        journey.end()
+        return rows.detach()  # new to autograd, so compute() may change it in place
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        journey = ctx.journey
+        journey.gradient = journey.begin(gradient, journey.sent, journey.received)
+        return gradient, None
+
+
+def post_rows(rows, received, sent, group):
+    """Begin what all_to_all_in_group() does; return what await_rows() takes."""
+    journey = Journey(received, sent, group)
+    return _Post.apply(rows, journey), journey
+
+
+def await_rows(rows, journey):
+    """Return the rows (M, ...), once they have arrived. With post_rows(): V -> V."""
+    return _Await.apply(rows, journey)
 
 
 # ---- router and balance --------------------------------------------------------------------------
@@ -464,6 +676,8 @@ class MoE(nn.Module):
         E counts over each group. By default, the grid is this rank alone.
     nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
     activation, gated: of experts and shared experts, see Experts.
+    parts: compute the layer in so many parts of the tokens, while others travel: see "a layer in
+        parts". All ranks of `group` pass the same number.
     router: further arguments of Router.
 
     Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
@@ -471,13 +685,13 @@ class MoE(nn.Module):
 
     Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
     dropped, and this rank's parts of the two losses. Raises ValueError if P does not divide
-    num_experts, or if capacity_factor is not positive.
+    num_experts, or if capacity_factor or parts is not positive.
     """
 
     def __init__(
         self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None,
         capacity_factor=None, shared_experts=0, balance_coefficient=0.0, z_coefficient=0.0,
-        loss_scale=1.0, balance_groups=(), nodes=None, activation=None, gated=False,
+        loss_scale=1.0, balance_groups=(), nodes=None, activation=None, gated=False, parts=1,
         **router,
     ):
         super().__init__()
@@ -486,8 +700,11 @@ class MoE(nn.Module):
             raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"{capacity_factor=} leaves no room for a token")
+        if parts < 1:
+            raise ValueError(f"{parts=} is less than 1")
         self.num_experts, self.capacity_factor = num_experts, capacity_factor
         self.group, self.nodes = group, nodes
+        self.parts = parts
         self.tp_group, self.balance_groups = tp_group, balance_groups
         self.has_losses = bool(balance_coefficient or z_coefficient)
         self.router = Router(hidden, num_experts, top_k, **router)
@@ -528,29 +745,37 @@ class MoE(nn.Module):
             x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)
         routing = self.router(tokens)
+        with_losses = torch.is_grad_enabled()
+        # small messages go first, so that they do not wait for long ones of the same group
+        counts = self._count(routing.experts) if with_losses else None
         # under autocast the elements of rows have 16 bits, which halves the messages
         tokens = autocasted(tokens)
         experts = self._within_capacity(routing.experts)
         args = tokens, experts, routing.weights, self.num_experts, self.experts
         if self.nodes:
-            y = two_hops(*args, *self.nodes, self.shared)
+            y = two_hops(*args, *self.nodes, self.shared, self.parts)
         else:
-            y = dispatch_and_combine(*args, self.group, self.shared)
-        if torch.is_grad_enabled():
-            y = self._with_losses(y, routing, experts)
+            y = dispatch_and_combine(*args, self.group, self.shared, self.parts)
+        if with_losses:
+            y = self._with_losses(y, routing, experts, *counts)
         y = y.view(x.shape)
         if self.tp_group is None:
             return y
         return gather_from_group(y, 0, self.tp_group)
 
-    def _with_losses(self, y, routing, experts):
-        """Return y, whose backward also computes the losses' gradients and adds to the tally."""
-        counts = count_choices(routing.experts, self.num_experts)
-        losses = y.new_zeros(2)  # balance loss, z-loss
+    def _count(self, experts):
+        """Return how often this rank, and how often all ranks of the grid chose each expert."""
+        counts = count_choices(experts, self.num_experts)
+        totals = counts.clone()
         if self.has_losses:
-            totals = counts.clone()
             for group in self.balance_groups:
                 all_reduce(totals, group=group)
+        return counts, totals
+
+    def _with_losses(self, y, routing, experts, counts, totals):
+        """Return y, whose backward also computes the losses' gradients and adds to the tally."""
+        losses = y.new_zeros(2)  # balance loss, z-loss
+        if self.has_losses:
             tokens = totals.sum() // self.router.top_k
             balance = balance_loss(routing.probabilities, totals, tokens)
             losses = torch.stack([balance, router_z_loss(routing.logits, tokens)])

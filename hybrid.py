@@ -28,7 +28,7 @@ Overlap        pp   activations travel while other microbatches compute
                cp   keys and values travel while attention to the previous ones is computed (ring)
                tp   in backward, gradients of activations are summed while those of weights are
                     computed; with --sp, large messages also travel during forward's products
-               ep   shared experts compute while the host waits to learn how many tokens arrive
+               ep   if messages are long, some tokens travel while experts compute others
 PyTorch's      DTensor over a DeviceMesh combines all axes but pp. Here all tensors are plain
 
 Every layout computes what one process does, up to rounding. The loss is the sum of the token losses
@@ -1124,7 +1124,7 @@ def make_moe(args, mesh):
         score="sigmoid" if args.balance == "bias" else "softmax",
         activation=SwiGLU() if args.is_llama else None, gated=args.is_llama,
         balance_coefficient=0.01 * by_losses, z_coefficient=0.001 * by_losses,
-        loss_scale=1 / args.microbatches,
+        loss_scale=1 / args.microbatches, parts=args.expert_parts or parts_of_experts(args),
     )  # fmt: skip
     shard = Shard(0, (args.experts,), mesh.ep_group)
     layer.experts.shards = {"w_in": shard, "w_out": shard}
@@ -1134,6 +1134,19 @@ def make_moe(args, mesh):
         declare(layer.shared[0], weight=Normal())
         declare(layer.shared[2], weight=args.into_residual)
     return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
+
+
+def parts_of_experts(args):
+    """Return the default of --expert-parts, which depends on flags alone: all ranks need the same.
+
+    It is 2 if a rank sends 1 MiB or more to every other rank of ep in a dispatch: halves of it then
+    still take far longer than the start of a message does.
+    """
+    rows = args.batch_size // (args.dp * args.microbatches)
+    tokens = rows * args.seq_len // (args.cp * args.tp)
+    itemsize = 2 if args.dtype == "bf16" else 4
+    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
+    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
 
 
 class GPT(nn.Module):
@@ -2427,6 +2440,9 @@ class Args(GPTConfig):
     microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)")
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread",
                    needs="--experts", neutral=1)  # fmt: skip
+    expert_parts: int | None = flag(None, "parts of a microbatch, some of which travel beside the "
+                                    "experts of others (default: 2 if messages are long, else 1)",
+                                    needs="--ep > 1", neutral=1)  # fmt: skip
     collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"),
                             needs="--pp * --dp * --cp * --tp > 1", neutral="ours")  # fmt: skip
 

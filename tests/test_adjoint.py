@@ -54,7 +54,7 @@ import sequence_parallel
 import tensor_parallel
 import zero
 from collectives import ReduceOp, rank_and_size
-from faults import own_in_backward, own_part, put, unseen_by_autograd, without_reduction
+from faults import IN_BACKWARD, own_in_backward, own_part, put, unseen_by_autograd, without_reduction
 from ranks import on_ranks
 
 MODULES = (
@@ -304,9 +304,13 @@ def expert_parallel_cases():
 
     inputs = [*zeros(x, weights, scales), shared.weight]
     yield Case("dispatch_and_combine", "V, V, V, R -> V", routed(e.dispatch_and_combine), inputs)
+    in_parts = routed(partial(e.dispatch_and_combine, parts=2))
+    yield Case("dispatch_and_combine, parts", "V, V, V, R -> V", in_parts, inputs)
     for nodes in [nodes for nodes in range(1, P + 1) if P % nodes == 0]:
-        layer = routed(e.two_hops, *groups_of_nodes(nodes))
-        yield Case(f"two_hops, {nodes=}", "V, V, V, R -> V", layer, inputs)
+        groups = groups_of_nodes(nodes)
+        for parts in (1, 2):
+            layer = routed(partial(e.two_hops, parts=parts), *groups)
+            yield Case(f"two_hops, {nodes=}, {parts=}", "V, V, V, R -> V", layer, inputs)
     one_expert = lambda x, scale: e.switch(x, choices[:, 1] // 2, lambda rows: rows.sin() * scale)
     yield Case("switch", "V, V -> V", one_expert, zeros(x, (D,)))
     # the router, two matrices of the experts, two of the shared expert
@@ -445,6 +449,14 @@ def without_weights(right):
     return staticmethod(backward)
 
 
+def own_rows_in_backward(right):
+    def begin(self, rows, received, sent):
+        output = right(self, rows, received, sent)
+        return torch.ones_like(output) if IN_BACKWARD() >= 0 else output
+
+    return begin
+
+
 FAULTS = {  # {"fault | case": (its section, patch)}
     "f does not reduce in backward | copy_to_group":
         (collectives_cases, with_pair("copy_to_group", "_identity", "_identity")),
@@ -477,8 +489,10 @@ FAULTS = {  # {"fault | case": (its section, patch)}
     "autograd does not see Ulysses' all-to-all | ulysses_attention, kv_heads=1":
         (sequence_parallel_cases,
             put(sequence_parallel, "all_to_all_in_group", unseen_by_autograd)),
-    "autograd does not see the all-to-all of experts | two_hops, nodes=2":
+    "autograd does not see the all-to-all of experts | two_hops, nodes=2, parts=1":
         (expert_parallel_cases, put(expert_parallel, "all_to_all_in_group", unseen_by_autograd)),
+    "a part's gradients are those that it sends, not those that come | dispatch_and_combine, parts":
+        (expert_parallel_cases, put(expert_parallel.Journey, "begin", own_rows_in_backward)),
     "gradients of results are not weighted | dispatch_and_combine":
         (expert_parallel_cases, put(expert_parallel._WeightedSums, "backward", without_weights)),
     "a mean of gradients is their sum | average_gradients":

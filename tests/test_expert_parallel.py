@@ -1,6 +1,7 @@
 """Mixtures of experts agree with a loop over tokens and experts; bytes and loads are counted."""
 
 import re
+from collections import Counter
 from functools import partial
 from unittest.mock import patch
 
@@ -14,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import expert_parallel
 from collectives import count_bytes, observe, rank_and_size
 from expert_parallel import (
-    Experts, FullPrecisionLinear, Hop, MoE, Router, dispatch_and_combine, expert_parallel_bytes,
+    Counts, Experts, FullPrecisionLinear, MoE, Router, dispatch_and_combine, expert_parallel_bytes,
     switch, switch_layer, tally_metrics, two_hops,
 )
-from gpu_counts import batches, waits
+from gpu_counts import batches, nccl_over_gloo, waits
 from layouts import soak_but
 from ranks import least_bytes, on_ranks, run
 from replicas import assert_close, demonstration
@@ -79,6 +80,13 @@ CASES = {
 }
 LOW = dict(E=24, top_k=2, losses=(0.3, 0.2), shared_experts=1)
 CASES |= {how: LOW for how in ("autocast", "bf16", "bf16, summed in fp32")}
+CASES |= {
+    "2 parts, with drops": dict(E=12, top_k=3, capacity_factor=1.0, shared_experts=1, parts=2),
+    "3 parts, all to one": dict(E=12, top_k=1, idle=True, parts=3),
+    "3 parts, losses": dict(E=12, top_k=2, losses=(0.3, 0.2), shared_experts=1, parts=3),
+    "autocast, 2 parts": LOW | {"parts": 2},
+    "bf16, 2 parts": LOW | {"parts": 2},
+}
 
 
 # (ep, dp, ep's ranks on one node or 0 for one hop, neighbours that have the same tokens)
@@ -102,7 +110,8 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
     options = dict(CASES[case])
     E, losses = options.pop("E"), options.pop("losses", (0, 0))
     E -= E % ep  # 63 instead of 64 on 3 ranks
-    is_low, autocast = CASES[case] is LOW, case == "autocast"
+    autocast = case.startswith("autocast")
+    is_low = autocast or case.startswith("bf16")
     dtype = torch.bfloat16 if is_low else torch.float64
     D, factor = 16 if is_low else 4, options.get("capacity_factor")
     of_plain = {"dtype": dtype, "idle": options.pop("idle", False), "losses": losses}
@@ -118,7 +127,9 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
     whole, grad = torch.randn(2, sum(sizes), D).to(dtype).double()
     plain = _reference(layer, E, **of_plain)
     layer.to(torch.float32 if autocast else dtype)
-    summed = torch.bfloat16 if case == "bf16" else torch.promote_types(dtype, torch.float32)
+    summed = torch.promote_types(dtype, torch.float32)
+    if case in ("bf16", "bf16, 2 parts"):
+        summed = torch.bfloat16
     for parameter in layer.parameters():
         parameter.grad_dtype = summed
     calls = sizes if factor else [sum(sizes)]  # the capacity limits each rank's tokens separately
@@ -221,6 +232,39 @@ def test_the_short_form_and_the_full_dispatch_give_the_same_bits():
     assert all(map(torch.equal, *gradients)) and (rank == 0 or gradients[0][0].any())
 
 
+class Moved(TorchDispatchMode):
+    """Counts the operators inside that write a matrix with rows of this width, by name."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.count = width, Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[1:] == (self.width,):
+            self.count[function.overloadpacket.__name__] += 1
+        return result
+
+
+@pytest.mark.parametrize("num_local", [1, 2])
+@on_ranks(2)
+def test_backward_undoes_a_permutation_by_the_inverse_and_one_expert_needs_none(num_local):
+    """Gradients are added only where a token has several rows: in dispatch."""
+    rank, P = rank_and_size()
+    torch.manual_seed(rank)
+    x, weights = torch.randn(9, 4, requires_grad=True), torch.rand(9, 2)
+    experts = torch.rand(9, num_local * P).argsort(1)[:, :2]
+    with Moved(4) as forward:
+        y = dispatch_and_combine(x, experts, weights, num_local * P, lambda rows, *_: rows * 2)
+    with Moved(4) as backward:
+        y.sum().backward()
+    assert_close(x.grad, 2 * weights.sum(1, keepdim=True).expand_as(x), 1e-6)
+    permutations = 2 * (num_local > 1)
+    assert forward.count["index_select"] == 1 + permutations  # one takes the rows of x
+    assert backward.count["index_select"] == 1 + permutations  # one takes the rows of dy
+    assert backward.count["index_add"] + backward.count["index_add_"] == 1
+
+
 # ---- waits and launches of the host --------------------------------------------------------------
 
 
@@ -258,15 +302,22 @@ ALL_OPTIONS |= {"balance_coefficient": 0.1, "z_coefficient": 0.1, "balance_group
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", [{}, ALL_OPTIONS])
-@pytest.mark.parametrize("per_node, launched", [(0, (3, 2)), (2, (8, 5))])
+@pytest.mark.parametrize(
+    "per_node, parts, launched, waiting",
+    [(0, 1, (3, 2), 1), (2, 1, (8, 5), 2), (0, 3, (7, 6), 1), (2, 2, (19, 14), 3)],
+)
 @on_ranks(4)
 def test_the_host_waits_once_per_hop_in_forward_and_not_in_backward(
-    per_node, launched, options, dtype
+    per_node, parts, launched, waiting, options, dtype
 ):
-    """A layer launches 3 batches in forward and 2 in backward; with two hops, 8 and 5."""
-    once = {"tolist": 2 if per_node else 1}
-    layer = MoE(16, 64, 12, 2, nodes=_groups(per_node), **options).to(dtype)
-    x = torch.randn(5, 16, dtype=dtype, requires_grad=True)
+    """A layer launches 3 batches in forward and 2 in backward; with two hops, 8 and 5.
+
+    In n parts it launches 1 + 2 n and 2 n; with two hops, 1 + 4 n + n (1 + 2 n) and 3 n + 2 n^2,
+    and the host waits for the first hop and n times for the second one.
+    """
+    once = {"tolist": waiting}
+    layer = MoE(16, 64, 12, 2, nodes=_groups(per_node), parts=parts, **options).to(dtype)
+    x = torch.randn(48, 16, dtype=dtype, requires_grad=True)  # all ranks have rows for all
     layer(x).sum().backward()
     for again in (False, True):
         with waits() as forward, batches() as before:
@@ -296,6 +347,182 @@ def test_nan_in_tokens_or_weights_is_dispatched_and_reaches_the_output():
         reached = torch.tensor([float(y.isnan().any()), float(own.grad.isnan().any())])
         dist.all_reduce(reached)
         assert (reached > 0).all()
+
+
+# ---- a layer in parts ----------------------------------------------------------------------------
+
+
+class Noting(torch.autograd.Function):
+    """Returns x, and adds a name to `events` in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x, name, events):
+        ctx.name, ctx.events = name, events
+        events.append(name)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.events.append(ctx.name)
+        return grad, None, None
+
+
+def note_journeys(events, names):
+    """Return a listener that adds "> name" to events when a message is posted, "< name" at its wait.
+
+    names: those of the asynchronous messages, in the order in which they are posted.
+    """
+    names, posted = iter(names), {}
+
+    def listen(event, operation, *_):
+        if event == "begin" and operation.of is not None:
+            events.append(f"< {posted[operation.of]}")
+        elif event == "begin" and operation.async_op:
+            posted[operation] = next(names)
+            events.append(f"> {posted[operation]}")
+        elif event == "begin":
+            events.append("counts")
+
+    return listen
+
+
+def _order_of_a_layer(parts):
+    """Return the order of events in the drawing of expert_parallel.py, for any number of parts."""
+    numbers = range(1, parts + 1)
+    forward = ["counts", *(f"> dispatch {i}" for i in numbers), "shared"]
+    for i in numbers:
+        forward += [f"< dispatch {i}", "experts", f"> combine {i}"]
+    forward += [f"< combine {i}" for i in numbers]
+    swapped = {">": "<", "<": ">"}
+    backward = [swapped.get(event[0], event[0]) + event[1:] for event in forward[:0:-1]]
+    return forward, backward
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("parts", [2, 3])
+@on_ranks(2)
+def test_a_part_travels_beside_another_ones_experts_and_backward_mirrors_forward(parts, tokens):
+    """So it is on all ranks, though one of them has `tokens` tokens, and another one has 7."""
+    rank, P = rank_and_size()
+    torch.manual_seed(rank)
+    x = torch.randn(tokens if rank == 0 else 7, 4, requires_grad=True)
+    experts, weights = torch.randint(4, (len(x), 2)), torch.rand(len(x), 2, requires_grad=True)
+    events = []
+    compute = lambda rows, *_: Noting.apply(rows, "experts", events)
+    shared = lambda rows: Noting.apply(rows, "shared", events)
+    forward, backward = _order_of_a_layer(parts)
+    names = [event[2:] for event in forward + backward if event[0] == ">"]
+    with observe(note_journeys(events, names)):
+        y = dispatch_and_combine(x, experts, weights, 4, compute, shared=shared, parts=parts)
+        assert events == forward
+        events.clear()
+        y.square().sum().backward()
+    assert events == backward
+    expected = x * (1 + weights.sum(1, keepdim=True))
+    assert_close(y, expected, 1e-6)
+    expected = torch.autograd.grad(expected.square().sum(), (x, weights))
+    for found, wanted in zip((x.grad, weights.grad), expected):
+        assert_close(found, wanted, 1e-5)
+
+
+@on_ranks(4)
+def test_a_part_crosses_nodes_beside_another_ones_second_hop():
+    events, (node_group, cross_group) = [], _groups(2)
+    layer = MoE(4, 8, 8, 2, nodes=(node_group, cross_group), parts=2, shared_experts=1)
+    layer.shared.register_forward_hook(lambda *_: events.append("shared"))
+
+    def listen(event, operation, *_):
+        if event == "begin" and operation.group is cross_group:
+            events.append("wait" if operation.of else "post" if operation.async_op else "counts")
+        elif event == "begin" and operation.group is node_group and not operation.async_op:
+            events.append("counts in node" if not operation.of else "")
+
+    with observe(listen):
+        layer(torch.randn(6, 4, requires_grad=True)).sum().backward()
+    forward = ["counts", *6 * ["post"], "shared"]  # tokens, choices and weights of two parts
+    forward += 2 * [*3 * ["wait"], "counts in node", "post"] + 2 * ["wait"]
+    backward = 2 * ["post"] + 2 * ["wait", *2 * ["post"]] + 4 * ["wait"]  # choices have no gradient
+    assert [event for event in events if event] == forward + backward
+
+
+def _loads(rank, how):
+    """Return choices (N, 3) of 8 experts, -1 for those that are dropped."""
+    N = {"no token": 0, "fewer tokens than parts": 2 * rank, "all dropped": 5}.get(how, 9)
+    experts = torch.rand(N, 8).argsort(1)[:, :3]
+    if how == "all dropped":
+        return experts.fill_(-1)
+    if how == "dropped on some ranks":
+        return experts.masked_fill(torch.rand(N, 3) < rank / 3, -1)
+    return experts
+
+
+LOADS = "random", "no token", "fewer tokens than parts", "all dropped", "dropped on some ranks"
+
+
+@pytest.mark.parametrize("how", LOADS)
+@pytest.mark.parametrize("per_node", [0, 2])
+@on_ranks(4)
+def test_a_layer_in_parts_has_the_results_and_sends_the_bytes_of_one_that_is_whole(per_node, how):
+    """A part adds only counts, which are sent with those of other parts."""
+    rank, P = rank_and_size()
+    torch.manual_seed(rank)
+    experts = _loads(rank, how)
+    x, grad = torch.randn(2, len(experts), 4, dtype=torch.float64)
+    groups = _groups(per_node) or [None]
+    send = two_hops if per_node else dispatch_and_combine
+    scales = torch.arange(1.0, 3.0, dtype=torch.float64) + 2 * rank  # of this rank's experts
+    results, sent = [], []
+    for parts in (1, 2, 3):
+        leaves = x.clone(), torch.linspace(0, 1, 3).double().repeat(len(x), 1), scales.clone()
+        own, weights, factors = [leaf.requires_grad_() for leaf in leaves]
+
+        def compute(rows, sizes, counts):
+            assert len(rows) == sum(sizes) == counts.sum()
+            return rows.sin() * factors.repeat_interleave(counts).unsqueeze(1)
+
+        with least_bytes(), count_bytes() as traffic:
+            y = send(own, experts, weights, 8, compute, *groups, parts=parts)
+            y.backward(grad)
+        results.append((y, *(leaf.grad for leaf in leaves)))
+        # one hop has 2 experts per rank; of two, the first has 1 node per rank, padded to 2 counts
+        counts = 8 * (P - 1) * 2 * parts
+        if per_node:
+            counts = 8 * (parts + parts % 2) + parts * 8 * 2 * parts
+        sent.append(traffic.bytes() - counts)
+    for found in results[1:]:
+        for one, whole in zip(found, results[0]):
+            assert_close(one, whole, 1e-13)
+    assert sent[0] == sent[1] == sent[2]
+
+
+@pytest.mark.parametrize("per_node", [0, 2])
+@on_ranks(4)
+def test_a_layer_in_parts_does_not_hang_under_the_rules_of_nccl(per_node):
+    layer = MoE(4, 16, 8, 2, parts=3, nodes=_groups(per_node), balance_coefficient=0.1)
+    layer.balance_groups = (None,)
+    x = torch.randn(5 if dist.get_rank() else 0, 4, requires_grad=True)
+    layer(x).sum().backward()
+    expected, x.grad = x.grad, None
+    with nccl_over_gloo():
+        recompute(layer, x).sum().backward()
+    assert_close(x.grad, expected, 1e-6)
+
+
+@on_ranks(2)
+def test_balance_losses_are_sent_before_any_token():
+    """On a group that they share with the experts they would wait for long messages."""
+    layer, sent = MoE(4, 16, 4, 2, parts=2, balance_coefficient=0.1, balance_groups=(None,)), []
+
+    def listen(event, operation, *_):
+        if event == "begin" and operation.of is None:
+            sent.append(operation.name)
+
+    with observe(listen):
+        layer(torch.randn(6, 4))
+    assert sent == ["all_reduce", *["all_to_all_single"] * 5]
+    with observe(listen), torch.no_grad():
+        layer(torch.randn(6, 4))
+    assert sent[6:] == ["all_to_all_single"] * 5
 
 
 # ---- router --------------------------------------------------------------------------------------
@@ -409,8 +636,7 @@ def test_the_demonstration_prints_the_bytes_of_the_formula_and_those_that_are_se
 
 @on_ranks(1)
 def test_combining_without_weights_keeps_no_rows_for_backward():
-    hop = Hop(torch.zeros(64, 1, dtype=torch.long), 1)
-    hop.wait()
+    (hop,) = Counts(torch.zeros(64, 1, dtype=torch.long), 1).wait()
     rows = torch.randn(64, 8, requires_grad=True)
     with saved_bytes() as kept:
         y = hop.combine(rows)
@@ -552,6 +778,7 @@ def test_errors_name_invalid_sizes_and_groups_on_every_rank():
     wrong = [
         (lambda: MoE(4, 16, 6), "num_experts=6 is not divisible by ep=4"),
         (lambda: MoE(4, 16, 8, capacity_factor=0.0), "capacity_factor=0.0 leaves no room"),
+        (lambda: MoE(4, 16, 8, parts=0), "parts=0 is less than 1"),
         (lambda: Router(4, 8, 5, n_group=2, topk_group=1), "top_k=5 is not from 1 to 4, .*=1"),
         (lambda: Router(4, 8, 9), "top_k=9 is not from 1 to 8"),
         (lambda: Router(4, 8, 1, n_group=3), "in whole groups: num_experts=8, n_group=3"),

@@ -53,6 +53,7 @@ EFFECTS = """a flag | flags that it needs | what changes
 --chunks 3 | --layers 4 --pp 2 --schedule interleaved | messages
 --microbatches 2 | | memory
 --ep 2 | --experts 4 | messages
+--expert-parts 2 | --experts 4 --ep 2 | messages
 --collectives backend | | messages
 --batch-size 8 | | bits
 --steps 5 | | bits

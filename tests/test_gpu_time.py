@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpu_time import GPUS, Timer, parse
+from gpu_time import GPUS, Timer, bubble_share, parse
 from ranks import PROJECT
 from timeline import Host, Memory, Stream
 
@@ -94,8 +94,39 @@ def test_causal_attention_takes_half_the_time_and_fp32_15_times():
     assert [time(x, False), time(x.float(), False)] == pytest.approx([2 * half, 30 * half])
 
 
+PP = "--gpus 8 --pp 2 --microbatches 4"
+LARGE = f"{PP} --vocab-size 100000 --layers 2 --schedule"  # the head costs more than a layer
+
+
+@pytest.mark.parametrize(
+    "flags, rank",
+    [
+        ("--gpus 8 --tp 4", 0),
+        (f"{PP} --layers 5", 0),  # 3 layers, and 2 and a head of 0.2 layers
+        (f"{PP} --layers 5 --vocab-size 2048", 4),  # the head costs 1.2 layers: 3 and 2 + 1.2
+        (f"{PP} --layers 6 --vocab-size 2048", 0),  # 4 and 2 + 1.2
+        (f"{PP} --layers 5 --vocab-size 2048 --recompute full", 0),  # 3 and 2 + 0.9
+        (f"{LARGE} 1f1b", 4),
+        (f"{LARGE} dualpipe", 0),  # a replica's head is on each rank
+        (f"{LARGE} zb-v", 0),  # the route ends where it begins
+        (f"{LARGE} zb-v --rank 5", 5),
+    ],
+)
+def test_the_rank_with_the_most_flops_is_timed_unless_one_is_named(flags, rank):
+    own, _ = parse(flags.split())
+    assert own.rank == rank
+
+
+def test_the_bubble_is_that_of_the_schedules_formula():
+    """In 1F1B a rank is idle for (p - 1) (F + B), while it works for m (F + B)."""
+    _, args = parse("--gpus 4 --pp 4 --microbatches 8".split())
+    assert [bubble_share(place, args) for place in range(4)] == pytest.approx([3 / 8] * 4)
+    _, args = parse("--gpus 4 --tp 4".split())
+    assert bubble_share(0, args) == 0
+
+
 FLAGS = "--dtype bf16 --layers 2 --hidden 256 --heads 4 --seq-len 1024 --vocab-size 512"
-KEYS = "step_ms mfu products_ms other_ms exposed_ms starved_ms batches messages peak_gb"
+KEYS = "rank step_ms bubble_ms mfu products_ms other_ms exposed_ms starved_ms batches messages peak_gb"
 
 
 def gpu_time(*flags):
@@ -134,6 +165,7 @@ def test_an_invalid_flag_ends_with_exit_status_2():
         ("--gpus 0", "argument --gpus: 0 is not in [1, inf)"),
         ("--gpus 2 --batch-us -1", "argument --batch-us: -1 is not in [0, inf)"),
         ("--gpus 2 --layers 0", "--layers: 0 is not in [1, inf)"),
+        ("--gpus 2 --rank 2", "--rank 2 is not below --gpus 2"),
         ("--gpus 2 --trace none/x", "[Errno 2] No such file or directory: 'none/x'"),
     ],
 )

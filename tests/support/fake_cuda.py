@@ -7,8 +7,8 @@
 Tensors are fake: they have shapes but no memory, so one process can be any rank of a model of any
 size. The device takes CUDA's branches in the code, autograd runs its own thread for it, and the
 process group is called "nccl" but sends nothing. Fake tensors have no values; where the code reads
-numbers of rows, they are those of experts with even loads. The device must be loaded before torch
-is imported, so it needs a new process.
+numbers of rows, they are those of experts with even loads, chosen at random. The device must be
+loaded before torch is imported, so it needs a new process.
 """
 
 import ctypes
@@ -51,6 +51,7 @@ from torch.utils._pytree import tree_leaves
 
 import collectives
 import ddp
+import expert_parallel
 import hybrid
 import pipeline
 import tensor_parallel
@@ -130,9 +131,13 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.peers = {}  # since the start
         self.counts = Counts(peers=self.peers)
-        # rows that a rank sends to experts in a microbatch, and also receives if loads are even
-        tokens = args.batch_size // args.dp // args.microbatches * args.seq_len // args.cp
-        self.rows = tokens // args.tp * args.top_k
+        self.per_node, self.top_k = args.per_node, args.top_k
+        # two_hops() sends a token to each node that has some of its experts, but to topk_nodes
+        experts, nodes = args.experts, args.ep_nodes
+        in_none = math.comb(experts - experts // nodes, args.top_k)
+        missed = in_none / max(1, math.comb(experts, args.top_k))
+        self.nodes_of_token = min(args.topk_nodes, nodes * (1 - missed))
+        self.rows = 0  # of the hop that waits for its counts
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
@@ -177,14 +182,25 @@ class Watch(TorchDispatchMode):
         return None
 
     def tolist(self, tensor):
-        """Stand in for FakeTensor.tolist(): each matrix of counts adds up to all rows."""
+        """Stand in for FakeTensor.tolist(): the counts sent, or received, add up to all rows."""
         if tensor.is_cuda and tensor.numel():
             self.note_wait("tolist")
         shape = tensor.shape
-        number = True if tensor.dtype == torch.bool else self.rows // max(1, math.prod(shape[-2:]))
+        number = True if tensor.dtype == torch.bool else self.rows // max(1, math.prod(shape[1:]))
         number = 0.0 if tensor.dtype.is_floating_point else number
         nest = lambda rest: [nest(rest[1:]) for _ in range(rest[0])] if rest else number
         return nest(shape)
+
+    def wait_for_counts(self, counts, wait=expert_parallel.Counts.wait):
+        """Stand in for Counts.wait(): a rank sends as many rows as it receives if loads are even.
+
+        Of two hops the second one starts with as many tokens as have arrived in the first one.
+        """
+        ranks = dist.get_process_group_ranks(counts.group)
+        crosses = len({rank // self.per_node for rank in ranks}) > 1
+        of_token = self.nodes_of_token if crosses else self.top_k / self.nodes_of_token
+        self.rows = round(sum(counts.num_tokens) * of_token)
+        return wait(counts)
 
     def streams(self):
         """Return stand-ins for torch.cuda's streams; work is done as soon as it is launched."""
@@ -254,12 +270,14 @@ def _patches(watch):
     yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
     yield patch.object(hybrid, "initialize", ignore)  # it draws real numbers
     yield patch.object(torch.nn.Module, "_apply", _apply)
+    counts = expert_parallel.Counts
+    yield patch.object(counts, "wait", lambda counts: watch.wait_for_counts(counts))
     yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
     yield patch.object(FakeTensor, "data_ptr", _address)
     yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
     yield patch.object(dist, "get_backend", lambda group=None: "nccl")
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
-    for module in (collectives, pipeline, ddp):
+    for module in (collectives, pipeline, ddp, hybrid):
         yield patch.object(module, "gather_objects", alike)
     yield patch.object(tensor_parallel, "check_parts", ignore)  # other ranks have other parts
 

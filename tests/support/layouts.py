@@ -241,15 +241,15 @@ MOE_LAYOUTS = [
     (1, ""),
     (2, "--dp 2 --ep 2"),
     (4, "--dp 4 --ep 2"),
-    (4, "--dp 2 --ep 2 --tp 2 --sp --recompute full"),
+    (4, "--dp 2 --ep 2 --tp 2 --sp --recompute full --expert-parts 2"),
     (4, "--dp 2 --cp 2 --ep 4 --recompute selective"),
     (8, "--dp 4 --ep 2 --zero 1 --tp 2"),
     (2, "--tp 2 --ep 2"),
     (4, "--tp 4 --ep 2 --sp"),
     (4, "--tp 2 --dp 2 --ep 4 --zero 0"),
-    (4, "--tp 2 --dp 2 --ep 4 --zero 3 --sp"),
+    (4, "--tp 2 --dp 2 --ep 4 --zero 3 --sp --expert-parts 3"),
     (4, "--dp 4 --ep 2 --zero 2 --replicate 4"),
-    (8, "--dp 2 --cp 2 --ep 2 --pp 2"),
+    (8, "--dp 2 --cp 2 --ep 2 --pp 2 --expert-parts 2"),
     (8, "--dp 8 --zero 3 --replicate 2 --ep 2"),  # HSDP, as in Solar Open, and experts in pairs
     (8, "--tp 2 --pp 2 --dp 2 --ep 4"),  # the axes of NVIDIA's Mixtral
 ]
@@ -274,7 +274,7 @@ def assert_trains_as_a_loop_does(world_size, flags, mixture, factor=None):
 LAYOUTS_ON_NODES = [
     (4, "--dp 2 --cp 2 --ep 4 --microbatches 1"),
     (8, "--pp 2 --dp 4 --ep 4 --schedule dualpipe --microbatches 4 --recompute full"),
-    (2, "--dp 2 --ep 2 --microbatches 1"),
+    (2, "--dp 2 --ep 2 --microbatches 1 --expert-parts 2"),
     (8, "--tp 2 --sp --dp 4 --ep 4 --zero 1 --microbatches 1 --recompute full"),
     (8, "--pp 2 --dp 2 --cp 2 --ep 2 --schedule zb-h1 --microbatches 1"),
 ]

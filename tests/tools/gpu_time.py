@@ -3,8 +3,10 @@
     python tests/tools/gpu_time.py --gpus 8 --dtype bf16 --dp 8 --zero 3       flags of hybrid.py
     python tests/tools/gpu_time.py --gpus 8 --gpu a100 --json --trace FILE --dtype bf16 --tp 8 --sp
 
-Rank 0 takes two steps on the pretended device of fake_cuda.py, and the second one is timed. The
-kernels, messages, events and waits are those of the real code. Their durations come from a model:
+One rank takes two steps on the pretended device of fake_cuda.py, and the second one is timed. By
+default it is the first rank of the costliest place in the pipeline, whose layers and head take the
+most FLOPs. The kernels, messages, events and waits are those of the real code. Their durations come
+from a model:
 
     host      It launches kernels and batches, and runs ahead of the device until it waits for it. A
               kernel costs it 5 us, a view 1.5 us, a batch --batch-us and --message-us per message.
@@ -14,10 +16,11 @@ kernels, messages, events and waits are those of the real code. Their durations 
               and its bytes at 80% of the speed of NVLink, or of the network if it leaves the node.
     event     It marks a moment of a stream. Other streams and the host can wait for it.
 
-All ranks are assumed to keep the same pace, so no rank waits for a late peer and a pipeline has no
-bubble (plan.py computes it). Messages take no SMs from kernels. Speeds are those of data sheets,
-and the other constants are estimates: compare versions of the code, but do not predict the time on
-a real machine.
+All ranks are assumed to keep the same pace, so no rank waits for a late peer. step_ms and mfu leave
+the pipeline's bubble out. bubble_ms is what the simulated schedule adds to step_ms if a stage costs
+the same on all ranks and a backward twice a forward. Messages take no SMs from kernels. Speeds are
+those of data sheets, and the other constants are estimates: compare versions of the code, but do
+not predict the time on a real machine.
 
 A step of the main stream consists of matrix products, other kernels, waits for messages (exposed)
 and waits for the host (starved). An axis is named by the group's first two names in hybrid's Mesh.
@@ -47,6 +50,7 @@ from torch.utils.flop_counter import flop_registry
 
 import hybrid
 from models import GPUS
+from pipeline import simulate
 from timeline import Host, Memory, Stream
 
 LAUNCH_US, VIEW_US = 5.0, 1.5  # the host's time for an operator with a kernel, and without
@@ -56,6 +60,7 @@ CHANNELS, CHANNEL_BYTES = 32, 12e6  # NCCL's buffers for each peer
 aten = torch.ops.aten
 NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach}
 NO_KERNEL |= {aten.new_empty_strided, aten._unsafe_view, aten.set_, aten._local_scalar_dense}
+NO_INPUT = {aten.new_zeros, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like}
 FLOPS = flop_registry | {  # FLOPs of matrix products
     aten.addmm: lambda total, *factors, **_: flop_registry[aten.mm](*factors[:2]),
     aten.addmm_: lambda total, *factors, **_: flop_registry[aten.mm](*factors[:2]),
@@ -91,6 +96,8 @@ class Timer(fake_cuda.Watch):
             self.host.work(operator.__name__, VIEW_US)
             return result
         self.host.work(operator.__name__, LAUNCH_US)
+        if operator in NO_INPUT:  # it looks at a tensor's shape, and reads nothing
+            given = []
         tensors = given + [tensor for tensor in made if not any(tensor is t for t in given)]
         moving = sum(tensor.nbytes for tensor in tensors) / (MOVES * 1e3 * self.gpu.memory_speed)
         computing = self.computing(function, arguments, options or {}, result)
@@ -123,7 +130,8 @@ class Timer(fake_cuda.Watch):
         if group not in self.communicators:
             lane = "+".join(self.names[group][:2])
             self.communicators[group] = Stream(self.host, lane)
-        is_near = all(ranks[peer] < self.gpu.per_node for _, peer in messages)  # rank 0's node
+        node = self.own.rank // self.gpu.per_node
+        is_near = all(ranks[peer] // self.gpu.per_node == node for _, peer in messages)
         speed = MOVES * 1e3 * (self.gpu.node if is_near else self.gpu.network)
         nbytes = max(sum(tensor.nbytes for tensor, _ in side) for side in (sends, receives))
         duration = ROUND_US + nbytes / speed
@@ -134,8 +142,27 @@ class Timer(fake_cuda.Watch):
         return batch
 
 
+def costliest_rank(args):
+    """Return the first rank of the place in the pipeline whose layers and head take most FLOPs."""
+    flops = [0] * args.pp
+    again = 4 / 3 if args.recompute == "full" else 1  # a layer has 4 passes instead of 3
+    for route in hybrid.schedule_of(args).routes:
+        for stage, (place, _) in enumerate(route):
+            for i in hybrid.layers_of(stage, len(route), args):
+                flops[place] += again * sum(hybrid.forward_flops(args, args.has_experts(i)))
+        flops[place] += 2 * args.hidden * args.vocab_size  # the last stage has the head
+    return flops.index(max(flops)) * (args.world_size // args.pp)
+
+
+def bubble_share(place, args):
+    """Return how long a place in the pipeline is idle, as a part of the time that it works."""
+    backward = 3.0 if args.recompute == "full" else 2.0  # in units of a forward
+    timeline = simulate(hybrid.schedule_of(args), 1.0, backward)
+    return timeline.bubble[place] / (timeline.total - timeline.bubble[place])
+
+
 def measure(args, own):
-    """Time the second step of rank 0; return the dict that --json prints and the trace's events."""
+    """Time a rank's second step; return the dict that --json prints and the trace's events."""
     timer = Timer(args, own)
     host, main, memory = timer.host, timer.host.main, timer.memory
     resize_ = torch.UntypedStorage.resize_
@@ -145,7 +172,7 @@ def measure(args, own):
         return resize_(storage, nbytes)
 
     resized = patch.object(torch.UntypedStorage, "resize_", resize)
-    with fake_cuda.pretended(timer, 0, args.world_size), resized:
+    with fake_cuda.pretended(timer, own.rank, args.world_size), resized:
         trainer, step = fake_cuda.hybrid_step(args, torch.device("cuda", 0))
         for name, group in vars(trainer.mesh).items():
             timer.names[group].append(name.removesuffix("_group"))
@@ -162,7 +189,9 @@ def measure(args, own):
     step_us, peaks = main.moment - begin, memory.peaks()
     flops = hybrid.flops_per_token(args) * args.batch_size * args.seq_len / args.world_size
     found = {
+        "rank": own.rank,
         "step_ms": step_us / 1e3,
+        "bubble_ms": step_us / 1e3 * bubble_share(own.rank * args.pp // args.world_size, args),
         "mfu": flops / step_us / (1e6 * timer.gpu.tflops),
         "products_ms": main.parts["products"] / 1e3,
         "other_ms": main.parts["other"] / 1e3,
@@ -175,7 +204,7 @@ def measure(args, own):
         "nccl_gb": sum(map(len, timer.peers.values())) * CHANNELS * CHANNEL_BYTES / 1e9,
     }
     names = "tid", "name", "ts", "dur"
-    return found, [dict(zip(names, span), ph="X", pid="rank 0") for span in host.spans]
+    return found, [dict(zip(names, span), ph="X", pid=f"rank {own.rank}") for span in host.spans]
 
 
 def parse(argv):
@@ -184,6 +213,8 @@ def parse(argv):
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="number of GPUs")
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="model of GPU")
+    rank = {"type": hybrid.at_least(0), "help": "rank to time (default: the costliest)"}
+    parser.add_argument("--rank", **rank)
     time = {"type": hybrid.at_least(0, float), "help": "default: %(default)s"}
     parser.add_argument("--batch-us", default=25.0, **time)
     parser.add_argument("--message-us", default=3.0, **time)
@@ -192,6 +223,9 @@ def parse(argv):
     own, flags = parser.parse_known_args(argv)
     try:
         args = hybrid.parse(flags, own.gpus, min(own.gpus, GPUS[own.gpu].per_node))
+        if own.rank is None:
+            own.rank = costliest_rank(args)
+        hybrid.need(own.rank < own.gpus, f"--rank {own.rank} is not below --gpus {own.gpus}")
         if own.trace:
             Path(own.trace).touch()  # fails now rather than after the measurement
         return own, args
