@@ -25,7 +25,7 @@ It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its 
                another node only once, however many of its experts are there
 Overlap        shared experts compute while the host waits for message sizes. In parts, some of a
                rank's tokens travel while experts compute others. DeepSeek's DualPipe also computes
-               one microbatch while another's tokens travel; that of pipeline.py does not
+               one microbatch while another's tokens travel; the DualPipe of pipeline.py does not
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
                split one expert over several ranks. DeepEP has kernels for both all-to-alls
 
@@ -55,6 +55,7 @@ from collectives import (
 def switch(x, experts, compute, group=None):
     """Send each token to its expert and back, with one expert on each rank and k = 1.
 
+    Rows that arrive need no grouping by expert, since there is only one.
     x: (N, D). experts: (N,); expert i is on rank i. compute: this rank's expert, (M, D) -> (M, D).
     Types (see "derivatives" in collectives.py): x and what compute() uses V -> V.
     """
@@ -64,6 +65,7 @@ def switch(x, experts, compute, group=None):
     rows_to = send_counts.tolist()
     rows_from = receive_counts.tolist()
     order = experts.argsort(stable=True)
+    # after the rows: how many come from each rank, and how many go to each rank
     rows = all_to_all_in_group(x[order], rows_from, rows_to, group)
     rows = all_to_all_in_group(compute(rows), rows_to, rows_from, group)
     # x[order] is sorted by expert; indexing with order.argsort() restores the order of x
@@ -74,7 +76,7 @@ def switch_layer(x, router, compute, group=None):
     """Return each token's result from its likeliest expert, times its probability (Switch).
 
     router: (P, D), for one expert on each rank. The choice has no gradient, so the router learns
-    through the probability alone. Types: x and what compute() uses V, router R -> V.
+    through the probability alone. The gradients of its copies must still be summed. Types: x and what compute() uses V, router R -> V.
     """
     probabilities = F.linear(x, router).softmax(-1)  # (N, P)
     weights, experts = probabilities.max(-1)  # (N,) each
