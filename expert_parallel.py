@@ -76,7 +76,8 @@ def switch_layer(x, router, compute, group=None):
     """Return each token's result from its likeliest expert, times its probability (Switch).
 
     router: (P, D), for one expert on each rank. The choice has no gradient, so the router learns
-    through the probability alone. The gradients of its copies must still be summed. Types: x and what compute() uses V, router R -> V.
+    through the probability alone. The gradients of its copies must still be summed.
+    Types: x and what compute() uses V, router R -> V.
     """
     probabilities = F.linear(x, router).softmax(-1)  # (N, P)
     weights, experts = probabilities.max(-1)  # (N,) each
