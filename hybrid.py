@@ -257,6 +257,7 @@ def on_any_rank(flag):
 class Trainer:
     """One rank's part of the training, given its Args and its Mesh, which are described below.
 
+    Homes and Placements are described under "where each parameter lives".
     positions: the positions of each sequence that this rank holds.
     replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
     chunks: a GPT for each pipeline stage that this rank has; unique_chunks: those of one replica.
@@ -427,7 +428,7 @@ class Trainer:
             groups = [home.shard_group] if self.args.zero else []
             groups.append(home.split_group)
             nothing = torch.zeros(0, device=self.device)  # a rank that counts nothing takes part
-            if own or not norms:
+            if own or not norms:  # ranks of these groups have the same layers, so all skip or none
                 norms.append(get_total_norm([nothing, *counted], groups=groups))
         return get_total_norm(norms, groups=[self.mesh.pp_group])
 
