@@ -22,7 +22,9 @@ import sequence_parallel
 import tensor_parallel
 import verify
 import zero
-from faults import own_in_backward, own_part, put, unseen_by_autograd, without_reduction
+from faults import (
+    IN_BACKWARD, own_in_backward, own_part, put, unseen_by_autograd, without_reduction,
+)  # fmt: skip
 from ranks import on_ranks, run
 
 MODULES = hybrid, tensor_parallel, sequence_parallel, expert_parallel, zero
