@@ -33,7 +33,7 @@ from layouts import (
 from pipeline import SCHEDULES, interleaved, pipeline_bytes
 from ranks import least_bytes, on_ranks, run
 from reference_gpt import MoE as ReferenceMoE
-from reference_gpt import ReferenceGPT, ReferenceTraining
+from reference_gpt import ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
 from verify import gathered
 from zero import zero_rounds

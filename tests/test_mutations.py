@@ -6,13 +6,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import collectives
 import expert_parallel
@@ -28,6 +26,7 @@ from faults import (
 from ranks import on_ranks, run
 
 MODULES = hybrid, tensor_parallel, sequence_parallel, expert_parallel, zero
+
 
 def everywhere(name, wrong):
     """Replace what all modules import under this name by wrong(it)."""
