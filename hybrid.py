@@ -1235,9 +1235,9 @@ def layers_of(stage, num_stages, config):
     costs 1.1, 30 layers are divided into 8, 8, 8 and 6.
     """
     passes = 4 if config.recompute == "full" else 3  # forward 1, backward 2, recomputation 1
-    flops_of_head = 3 * 2 * config.hidden * config.vocab_size  # the head is never recomputed
     costs = [0.0] * num_stages
-    costs[-1] = flops_of_head / (passes * flops_of_layers(config) / config.layers)
+    # the head is never recomputed
+    costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
     sizes = [0] * num_stages
     for _ in range(config.layers):
         cheapest = min(reversed(range(num_stages)), key=costs.__getitem__)
@@ -1266,9 +1266,14 @@ def flops_of_layers(config):
     return sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
 
 
+def flops_of_head(config):
+    """Return the forward FLOPs of the head per token."""
+    return 2 * config.hidden * config.vocab_size
+
+
 def flops_per_token(config):
     """Return the FLOPs of forward and backward per token. Recomputation does not count."""
-    return 3 * (flops_of_layers(config) + 2 * config.hidden * config.vocab_size)
+    return 3 * (flops_of_layers(config) + flops_of_head(config))
 
 
 # ---- initial values ------------------------------------------------------------------------------
