@@ -12,7 +12,7 @@ import hybrid
 import rehearse
 from collectives import all_reduce, observe
 from expert_parallel import Router
-from gpu_counts import nccl_over_gloo
+from gpu_counts import fused_rms_norm, nccl_over_gloo
 from layouts import soak_but
 from ranks import run
 from tensor_parallel import attention
@@ -34,6 +34,8 @@ LAYOUTS = [  # (GPUs per node, flags for 4 ranks)
     (1, "--layers 4 --pp 4 --schedule dualpipe --microbatches 8"),
     (1, "--dp 2 --cp 2 --cp-method ulysses --ep 4 --experts 8 --topk-nodes 1 --zero 1"),
     (4, "--dp 2 --tp 2 --ep 2 --experts 4 --zero 3 --recompute full --microbatches 2"),
+    (4, "--block llama --kv-heads 2 --pp 2 --tp 2 --sp --microbatches 2 --dtype bf16"),
+    (2, "--block llama --dp 2 --ep 2 --experts 4 --shared-experts 1 --cp 2 --zero 2"),
 ]
 
 
@@ -56,6 +58,7 @@ def _real(flags, per_node):
         nccl_over_gloo(),
         patch.object(Router, "choose", even_choice),
         patch.object(hybrid, "attention", fused),
+        patch.object(torch.nn.functional, "rms_norm", fused_rms_norm),
         patch.object(rehearse, "PER_NODE", per_node),
     ):
         mesh = hybrid.make_mesh(args)
@@ -117,9 +120,11 @@ def test_all_chunks_of_a_pipeline_together_hold_two_whole_gradients():
 
 ZERO = ["--zero 1", "--zero 2", "--zero 1 --microbatches 2", "--zero 3 --microbatches 2 --pp 2"]
 ZERO += ["--zero 2 --microbatches 4 --pp 2 --schedule interleaved --layers 8", "--zero 3 --tp 2"]
+ZERO += ["--zero 2 --microbatches 4 --pp 2 --schedule interleaved --block llama --layers 4"]
+ZERO += ["--zero 2 --block llama --experts 2 --ep 2", "--zero 1 --block llama --microbatches 2"]
 
 
-@pytest.mark.parametrize("flags", soak_but(lambda i, _: i in (0, 2), zip(ZERO)))
+@pytest.mark.parametrize("flags", soak_but(lambda i, _: i in (0, 2, 6), zip(ZERO)))
 def test_the_peak_of_gradients_with_zero_is_that_of_the_formula(flags):
     trainer, held, _ = rehearse.rehearse(hybrid.parse(flags.split(), 4, 4), 0)
     claimed = rehearse.formulas(trainer)
@@ -150,7 +155,7 @@ def test_an_additional_activation_and_an_additional_message_are_counted():
 
 
 OF_DP = ["--dp 4 --replicate 2", "--dp 4 --zero 1", "--dp 4 --zero 3", "--dp 4"]
-OF_DP += ["--pp 2 --dp 2 --schedule dualpipe"]
+OF_DP += ["--pp 2 --dp 2 --schedule dualpipe", "--dp 4 --block llama --kv-heads 2"]
 
 
 @pytest.mark.parametrize("flags", soak_but(lambda i, _: i == 4, zip(OF_DP)))
@@ -172,11 +177,13 @@ def test_a_step_sends_over_dp_and_pp_what_the_formulas_say(flags):
 LLAMA = "--model llama3-405b --gpus 16384 --tp 8 --pp 16 --sp --dtype bf16 --batch-size 2048"
 DEEPSEEK = "--model deepseek-v3 --gpus 2048 --pp 16 --ep 64 --balance bias --dtype bf16"
 DEEPSEEK += " --schedule dualpipe --batch-size 15360 --microbatches 60"
+MIXTRAL = "--model mixtral-8x22b --gpus 128 --tp 4 --pp 4 --sp --ep 8 --zero 1 --dtype bf16"
 SMALL = "--gpus 16384 --pp 16 --tp 8 --sp --layers 16 --seq-len 128 --hidden 2048 --heads 8"
 ROWS = [
     (f"{SMALL} --dtype bf16 --rank 4711", "rank 4711 of 16384, layers 4"),
     (f"{LLAMA} --microbatches 16 --rank 4711", "rank 4711 of 16384, layers 31 32"),
     (f"{DEEPSEEK} --rank 1000", "rank 1000 of 2048, layers 27 28 29 30 31"),
+    (f"{MIXTRAL} --batch-size 128 --microbatches 8", "rank 0 of 128, layers 0 1 2"),
 ]
 
 

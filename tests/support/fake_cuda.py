@@ -55,7 +55,7 @@ import expert_parallel
 import hybrid
 import pipeline
 import tensor_parallel
-from gpu_counts import Stream, as_on_nccl, host_waits_for
+from gpu_counts import Stream, as_on_nccl, fused_rms_norm, host_waits_for
 
 # ---- outside -------------------------------------------------------------------------------------
 
@@ -275,6 +275,7 @@ def _patches(watch):
     yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
     yield patch.object(FakeTensor, "data_ptr", _address)
     yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
+    yield patch.object(torch.nn.functional, "rms_norm", fused_rms_norm)
     yield patch.object(dist, "get_backend", lambda group=None: "nccl")
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     for module in (collectives, pipeline, ddp, hybrid):

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid
 from collectives import observe
-from gpu_counts import as_alone
+from gpu_counts import as_alone, fused_rms_norm
 from plan import MODELS
 from tensor_parallel import attention
 from trace import axes_of
@@ -121,6 +121,7 @@ def stand_ins(watch, args, rank):
         patch.multiple(FakeTensor, tolist=tolist, item=lambda t: 0, data_ptr=address),
         patch.multiple(torch.UntypedStorage, data_ptr=lambda own: own._cdata, resize_=resize),
         patch.object(torch.nn.Module, "to_empty", lambda module, **_: module),
+        patch.object(torch.nn.functional, "rms_norm", fused_rms_norm),
         patch.multiple(hybrid, slices_of=own, initialize=lambda *_: None, attention=fused),
     ):
         yield
@@ -203,14 +204,14 @@ def zero_gradients(args, chunks, ranks):
     """
     whole = lambda parameters: sum(4 * math.prod(p.whole_shape) for p in parameters)
     shard = lambda parameters: sum(4 * math.prod(p.whole_shape) / ranks[p] for p in parameters)
-    units = [list(block.parameters()) for c in chunks for block in c.transformer["h"].values()]
+    units = [[[*block.parameters()] for block in c.transformer["h"].values()] for c in chunks]
     if args.zero == 1 and args.microbatches > 1:
-        return whole(ranks) + max(map(shard, units), default=0)
+        return whole(ranks) + max(map(shard, sum(units, [])), default=0)
     peaks = []
-    for chunk in chunks:
-        blocks = [list(block.parameters()) for block in chunk.transformer["h"].values()]
+    for number, (chunk, blocks) in enumerate(zip(chunks, units)):
         others = set(chunk.parameters()).difference(*blocks)
-        peak = whole(others) + sum(map(whole, blocks[:2]))
+        elsewhere = sum(units[:number] + units[number + 1 :], [])  # a chunk of one block follows
+        peak = whole(others) + sum(map(whole, (blocks + elsewhere)[:2]))
         if args.microbatches == 1:  # the first gradients of these have no shards yet
             peak -= shard(others) + sum(map(shard, blocks[:1]))
         peaks.append(peak)
