@@ -15,30 +15,36 @@ MFU depends on recomputation and on the axes in use.
     step s     the time of the slowest GPU: compute + its waits for tp, cp, ep, pp and dp + bubble
     TFLOP/s    per GPU, without recomputation; MFU is its ratio to the data sheet's
 
-price() is the idea; memory and seconds follow, then the search. Every model is treated as a GPT in
-bf16 with identical layers. Two constants of each GPU are fitted to half of the published runs of
-dense models (tests/test_plan.py); RESULTS.md shows the error for other runs.
+price() is the idea; memory and seconds follow, then the search. Parameters are those of the model
+that hybrid.py builds, and FLOPs are its own. Every model is in bf16, and has identical layers. Two
+constants of each GPU are fitted to half of the published runs of dense models (tests/test_plan.py);
+RESULTS.md shows the error for other runs.
 """
 
 import argparse
 import math
 import sys
-from dataclasses import fields
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "tools")]
 
 import hybrid
 from expert_parallel import expert_parallel_bytes
-from hybrid import GPTConfig, forward_flops
+from hybrid import GPTConfig, flops_of_head, forward_flops
 from models import GPUS, MODELS
-from pipeline import SCHEDULES, bubble_time, formulas_hold, peak_activations
+from pipeline import SCHEDULES, WeightGradStore, bubble_time, formulas_hold, peak_activations
 from sequence_parallel import activation_bytes, context_parallel_bytes
 from zero import zero_memory, zero_rounds
 
@@ -116,7 +122,7 @@ def shares_of(config, schedule, pp, chunks):
     layers, stages, own = config.layers, pp * chunks, chunks * (1 + (schedule == "dualpipe"))
     if pp == 1:
         return [Share(layers, 1, 1)]
-    head = 2 * config.hidden * config.vocab_size / sum(forward_flops(config, portion_of(config)))
+    head = flops_of_head(config) / sum(forward_flops(config, portion_of(config)))
     cost = lambda last: max(math.ceil((layers - last) / (stages - 1)), last + head)
     last = min(range(layers // stages, -1, -1), key=cost)
     others = (layers - last) / (stages - 1)
@@ -132,22 +138,60 @@ def portion_of(config):
     return (config.experts > 0) * (config.layers // config.moe_every) / config.layers
 
 
+@contextmanager
+def one_process():
+    """Provide a process group of one rank, which hybrid.py's modules need."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@lru_cache(maxsize=None)
+def parameters_of(config):
+    """Return {(part, kind): number} of the parameters of hybrid.py's model, made without memory.
+
+    The parts are "embedding", positions included; one "layer" and one "layer with experts"; "head",
+    the last norm included; and "copy", the embedding's weight that a tied head needs on another
+    stage. The kinds are "split", by tp; "copied", to each rank of tp; and "experts".
+    """
+    sizes = {"layers": 2, "moe_every": 2, "topk_nodes": 1}  # the second layer has the experts
+    args = replace(hybrid.parse([], 1), **vars(config) | sizes)
+    stages = [[(0, 0), (0, 1)]]  # two on one rank: embedding on the first, head on the second
+    device, positions = torch.device("meta"), torch.arange(config.seq_len)
+    with one_process():
+        mesh = hybrid.make_mesh(args)
+        chunks = hybrid.make_chunks(args, mesh, device, stages, positions, WeightGradStore())
+        rows = hybrid.place(chunks, hybrid.homes_of(mesh), replicated=False)
+    layers, found = {}, Counter()
+    for number, block in chain(*(chunk.transformer["h"].items() for chunk in chunks)):
+        part = "layer with experts" if int(number) else "layer"
+        layers |= dict.fromkeys(block.parameters(), part)
+    for row in (row for row in rows if not row.is_buffer):
+        others = "copy" if row.is_copy else ("embedding", "head")[row.chunk]
+        kind = "experts" if row.module.is_expert else "split" if row.shard else "copied"
+        found[layers.get(row.tensor, others), kind] += row.tensor.numel()
+    return found
+
+
 def kinds_of(config, layout, share):
     """Return (count, ZeRO's shards, copies of each shard, stride between their ranks), twice.
 
     The first tuple describes the rank's dense parameters. The second describes its experts, which
     are divided among the ranks of tp, and then of dp x cp.
     """
-    portion, h, tp, F = portion_of(config), config.hidden, layout.tp, config.mlp_width
-    kv = h * (config.kv_heads or config.heads) // config.heads
-    attention = ((h + 2 * kv) * (h + 1) + h * h) / tp + 5 * h  # with biases, and two norms
-    mlp = (2 * h + 1) * F / tp + h
-    mixture = h * config.experts + 2 * h * F * config.shared_experts  # router, shared experts
-    vocabulary, unlike = config.vocab_size / tp * h, layout.ep // math.gcd(layout.ep, tp)
-    dense = share.layers * (attention + (1 - portion) * mlp + portion * mixture)
-    dense += share.embeddings * (vocabulary + config.seq_len * h)
-    dense += share.heads * (2 * h + (layout.pp > 1) * vocabulary)  # tied if pp = 1
-    experts = share.layers * portion * 2 * h * F * config.experts / layout.ep
+    counted, portion, tp = parameters_of(config), portion_of(config), layout.tp
+    parts = {
+        "embedding": share.embeddings,
+        "layer": share.layers * (1 - portion),
+        "layer with experts": share.layers * portion,
+        "head": share.heads,
+        "copy": share.heads * (layout.pp > 1),
+    }
+    of = lambda kind: sum(times * counted[part, kind] for part, times in parts.items())
+    dense, experts = of("split") / tp + of("copied"), of("experts") / layout.ep
+    unlike = layout.ep // math.gcd(layout.ep, tp)
     replicas = [layout.dp * layout.cp, layout.dp * layout.cp // unlike]
     copies = [math.gcd(layout.replicate, number) for number in replicas]
     shards = [number // copied for number, copied in zip(replicas, copies)]
@@ -202,10 +246,12 @@ def activations_of(config, layout, share):
     held = share.layers * flying * kept
     held += 2 * logits * (flying if schedule in ("gpipe", "zb-h1", "zb-h2") else 1)
     if schedule == "dualpipe" and again and not share.heads:
-        held += p / 4 * share.layers * layer_bytes(config, layout.piece, "none", False)
+        held += p / 4 * share.layers * layer_bytes(config, layout.piece, "selective", False)
     portion, layer = portion_of(config), count_of(config, layout, Share(1))
     width = config.mlp_width * (1 - portion + portion * config.top_k) / tp
     matrix = h * config.mlp_width * ((1 - portion) / tp + portion * config.experts / layout.ep)
+    if config.is_llama:  # gate and up are one matrix
+        width, matrix = 2 * width, 2 * matrix
     inside = 2 * tokens * (h + width) + 2 * matrix + whole * again * as_one
     inside += 4 * (matrix, 0, layer, 2 * layer)[layout.zero]
     return held + max(inside, 4 * logits, 4 * share.heads * h * config.vocab_size / tp)
@@ -223,25 +269,35 @@ def layer_bytes(config, layout, recompute, experts=True):
     norm = 2 * layout.batch * own * config.hidden / (tp if layout.sp else 1)
     if recompute == "full":
         return norm
-    mode, mlp = recompute if layout.unfused else "selective", (1 - portion) * config.mlp_width
+    mode, mlp = recompute if layout.unfused else "selective", (1 - portion) * inner_width(config)
     sizes = layout.batch, own, config.hidden, heads, tp, layout.sp, mode, kv_heads, mlp
     kept = activation_bytes(*sizes, config.dropout > 0)
-    if recompute == "none" and layout.cp > 1:  # a second output, and gathered keys and values
-        others = 2 * kv_heads / heads * (layout.cp - 1) * (layout.cp_method == "allgather")
-        kept += 2 * layout.batch * own * config.hidden / tp * (1 + others)
+    output = 2 * layout.batch * own * config.hidden / tp
+    if recompute == "none" and (layout.cp > 1 or config.is_llama):
+        kept += output  # in attention's order, (B, H, T, K), besides the one for the projection
+    if recompute == "none" and layout.cp_method == "allgather":  # gathered keys and values
+        kept += output * 2 * kv_heads / heads * (layout.cp - 1)
     mixture = mixture_bytes(layout.batch * own / tp, config) - norm
     return kept + experts * portion * mixture
+
+
+def inner_width(config):
+    """Return half the number of elements that an MLP or expert keeps of a token inside it.
+
+    These are the input and the output of GELU, or SwiGLU's gate, up, silu(gate) and output.
+    """
+    return config.mlp_width * (2 if config.is_llama else 1)
 
 
 def mixture_bytes(tokens, config):
     """Return the bytes that a layer of experts keeps of `tokens`, without the router's scores.
 
-    Per row sent to an expert, these are the row, the input and output of GELU, and the returned
-    result. Per token, they are the input and output of GELU in each shared expert, the input of
-    the shared experts, and the router's input in 32 bits.
+    Per row sent to an expert, these are the row, what the expert keeps inside, and the returned
+    result. Per token, they are what each shared expert keeps inside, the input of the shared
+    experts, and the router's input in 32 bits.
     """
     k, shared, h = config.top_k, config.shared_experts, config.hidden
-    rows = 2 * k * h + 2 * (k + shared) * config.mlp_width + h * (shared > 0)
+    rows = 2 * k * h + 2 * (k + shared) * inner_width(config) + h * (shared > 0)
     return tokens * (2 * rows + 4 * h)
 
 
@@ -297,7 +353,7 @@ def works(config, gpu, layout):
     backward = np.array([2 * product + 2 * rest + more, *back])
     selective = np.array([core, 0, ahead[1], 0])
     backward += {"none": 0, "selective": selective, "full": forward}[layout.recompute]
-    head = 2 * config.hidden * config.vocab_size * pace
+    head = flops_of_head(config) * pace
     # Logits are written and read in 16 bits, and in 32 bits for the loss.
     loss = np.array([head + gpu.move(12 * tokens * config.vocab_size, gpu.memory_speed), 0, 0, 0])
     return (forward, backward, product), (loss, 2 * loss, head)
@@ -356,7 +412,8 @@ def replica_seconds(config, gpu, layout, forward, backward):
     """
     layers = math.ceil(config.layers / layout.pp) * (layout.microbatches // layout.rounds)
     scatter, gather = 0.0, 0.0
-    for number, shards, copies, stride in kinds_of(config, layout, Share(1, 1 / layers)):
+    mean = Share(1, 1 / layers, (layout.pp == 1) / layers)  # embedding and head, if one rank has both
+    for number, shards, copies, stride in kinds_of(config, layout, mean):
         scatter += layers * shard_seconds(gpu, 4 * number, shards, stride)
         scatter += layers * 2 * shard_seconds(gpu, 4 * number / shards, copies, shards * stride)
         gather += layers * shard_seconds(gpu, 2 * number, shards, stride)
@@ -562,7 +619,7 @@ def parse(argv):
     args.min_lr = args.decay_steps = 0  # check() compares them, but a plan has no learning rate
     usual = 2**24 // args.seq_len if args.model else math.ceil(16 / args.gpus) * args.gpus
     args.batch_size = args.batch_size or usual
-    known = {"--experts"}  # the plan chooses the other things that flags need
+    known = {"--experts", "--block llama"}  # the plan chooses the other things that flags need
     if "recompute" in given:
         known.add("--recompute full")
     needy = [flag for flag in hybrid.FLAGS if flag.metadata.get("needs") in known]
@@ -626,7 +683,7 @@ def main(argv=None):
         return 2
     config = config_of(args)
     size = count_of(config, Layout(), Share(config.layers, 1, 1)) / 1e9
-    print(f"{args.model or 'model'}: {size:.4g}B parameters as a GPT")
+    print(f"{args.model or 'model'}: {size:.4g}B parameters")
     if args.sweep:
         print(f"{args.gpus} x {args.gpu}, sequences of {args.seq_len} tokens, bf16\n")
         show_sweep(found)
