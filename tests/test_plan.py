@@ -321,7 +321,8 @@ def test_a_rank_keeps_as_many_microbatches_as_its_schedule_has_in_flight(name):
     held = lambda layers, **sizes: plan.memory_of(config(layers), Layout(**sizes))["activations"]
     kept = (held(32) - held(16)) / 16
     for p, m in itertools.product((2, 4, 6), (1, 2, 4)):
-        v, own = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}.get(name, 1), 2 if name == "dualpipe" else 1
+        v = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
+        own = 2 if name == "dualpipe" else 1
         schedule, change = SCHEDULES[name](p, 2 * m * p), {"F": 1, "I": 0, "B": -1, "W": -1}
         held_by = lambda place: itertools.accumulate(change[of.kind] for of in schedule[place])
         expected = max(max(held_by(place)) for place in range(p)) / (v * own)

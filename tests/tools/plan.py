@@ -128,7 +128,7 @@ def shares_of(config, schedule, pp, chunks):
     others = (layers - last) / (stages - 1)
     least, most, rest = int(own * others), math.ceil(own * others), (own - 1) * others
     middle = Share(most, behind=pp - 1 - (least < most))
-    if schedule in ("zb-v", "dualpipe", "dualpipe-v"):  # the first rank has the first and the last stage
+    if schedule in ("zb-v", "dualpipe", "dualpipe-v"):  # the first rank has first and last stage
         return [Share(int(rest) + last, 1, 1), middle]
     return [Share(least, 1, 0, pp - 1), middle, Share(math.ceil(rest) + last, 0, 1)]
 
