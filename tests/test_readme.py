@@ -65,7 +65,7 @@ def test_llama_3s_18_interruptions_are_in_one_class_each_which_names_its_tests()
 
 def test_the_recap_has_the_columns_of_the_rule_of_thumb():
     (header,) = [line for line in LINES if line.startswith("| technique |")]
-    for column in ("synchronises", "memory", "bytes", "batch"):
+    for column in ("synchronises", "memory", "sends", "batch"):
         assert column in header
     assert "gradient accumulation" in TEXT
 
