@@ -42,7 +42,7 @@ from zero import zero_rounds
 
 
 @pytest.mark.parametrize(
-    "world_size, flags", soak_but(lambda i, row: i % (2 if row[0] < 4 else 17) == 0, EVERY_LAYOUT)
+    "world_size, flags", soak_but(lambda i, row: i % (4 if row[0] < 4 else 17) == 0, EVERY_LAYOUT)
 )
 def test_every_layout_trains_as_one_process_does(world_size, flags):
     assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
@@ -50,7 +50,7 @@ def test_every_layout_trains_as_one_process_does(world_size, flags):
 
 @pytest.mark.parametrize(
     "world_size, flags, mixture",
-    soak_but(lambda i, row: i % (2 if row[0] < 4 else 17) == 0, EXPERTS),
+    soak_but(lambda i, row: i % (4 if row[0] < 4 else 17) == 0, EXPERTS),
 )
 def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mixture):
     assert_trains_as_a_loop_does(world_size, flags, mixture)

@@ -32,7 +32,7 @@ def on_nccl(monkeypatch):
 def _several(rows):
     """Return the rows (world_size, ...) of several ranks; mark most of them "soak"."""
     rows = [row for row in rows if row[0] > 1]
-    return soak_but(lambda i, row: i % {2: 4, 3: 4, 4: 9}.get(row[0], 1000) == 0, rows)
+    return soak_but(lambda i, row: i % {2: 6, 3: 6, 4: 18}.get(row[0], 1000) == 0, rows)
 
 
 @pytest.mark.parametrize("world_size, flags", _several(EVERY_LAYOUT))
