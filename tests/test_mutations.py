@@ -263,9 +263,10 @@ def wrong_blocks(factor, is_causal):
     )
 
 
+@pytest.mark.parametrize("block", ["gpt2", pytest.param("llama", marks=pytest.mark.soak)])
 @on_ranks(2)
-def test_in_bf16_a_wrong_scale_or_mask_of_attention_is_ten_times_over_the_bound():
-    flags = "--cp 2 --layers 4 --dtype bf16"
+def test_in_bf16_a_wrong_scale_or_mask_of_attention_is_far_over_the_bound(block):
+    flags = f"--cp 2 --layers 4 --dtype bf16 --block {block}"
     bound = verify.BOUNDS["bf16"]
     assert worst(flags, torch.float32)[0] <= bound
     for faults in (0.5, lambda causal: causal), (1, lambda causal: False):
