@@ -72,13 +72,18 @@ def known_mesh(right):
 def with_home(number=0, **names):
     """Give wrap() other groups of the mesh in the Home with this number, 1 for experts."""
 
-    def change(homes):
-        others = {name: getattr(MESHES[-1], other) for name, other in names.items()}
-        changed = list(homes)
-        changed[number] = replace(homes[number], **others)
-        return changed
+    def wrong(right):
+        def wrap(args, homes, chunks, placements):
+            others = {name: getattr(MESHES[-1], other) for name, other in names.items()}
+            changed = list(homes)
+            changed[number] = replace(homes[number], **others)
+            instead = dict(zip(homes, changed))
+            moved = [replace(row, home=instead[row.home]) for row in placements]
+            return right(args, changed, chunks, moved)
 
-    return with_arguments("wrap", homes=change)
+        return wrap
+
+    return put(hybrid, "wrap", wrong)
 
 
 def after(owner, name, action):
