@@ -282,6 +282,7 @@ def groups_of_nodes(nodes):
     grid = torch.arange(P).view(nodes, -1)
     inside = [dist.new_group(ranks) for ranks in grid.tolist()]
     across = [dist.new_group(ranks) for ranks in grid.t().tolist()]
+    dist.barrier()  # a rank that still connects would fail if another had left
     return inside[rank // grid.shape[1]], across[rank % grid.shape[1]]
 
 
