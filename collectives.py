@@ -863,10 +863,10 @@ def exchange(sends, receives, group=None, async_op=False):
 # ---- algorithms take turns -----------------------------------------------------------------------
 #
 # A large tensor is cut into segments, each with a generator of its own. One segment is summed while
-# the next ones travel. So a ring on gloo needs at most 6 MB of scratch memory, and direct on NCCL
+# the next ones travel. So a ring on gloo needs at most 16 MB of scratch memory, and direct on NCCL
 # 128 MB.
 
-SEGMENT = 1 << 20  # bytes of a chunk that travel in one message on gloo (NCCL: see DIRECT_BYTES)
+SEGMENT = 1 << 21  # bytes of a chunk that travel in one message on gloo (NCCL: see DIRECT_BYTES)
 
 
 def take_turns(algorithms, operation):
@@ -1221,7 +1221,7 @@ class _Thread:
     """The queue of a group on gloo: a thread that ends when the group or Python does."""
 
     on_nccl = False
-    window = 3  # segments under way
+    window = 4  # segments under way
     last = DONE  # the last task that was submitted
 
     def __init__(self, group):

@@ -667,10 +667,10 @@ def test_while_one_segment_is_added_the_next_one_is_in_flight(one_of):
 
 
 @on_ranks(4)
-def test_an_all_reduce_needs_six_chunks_of_1_mb_or_up_to_twice_its_tensor():
-    """Each of a ring's 3 segments under way has one sum that is sent and one that arrives."""
-    x = torch.zeros(8 << 20)  # 8 segments of 4 x 1 MB
-    needed = {"ring": 6, "direct": 12, "halving_doubling": 24, "recursive_doubling": 64}
+def test_an_all_reduce_needs_eight_chunks_of_2_mb_or_up_to_twice_its_tensor():
+    """Each of a ring's 4 segments under way has one sum that is sent and one that arrives."""
+    x = torch.zeros(16 << 20)  # 8 segments of 4 x 2 MB
+    needed = {"ring": 16, "direct": 32, "halving_doubling": 48, "recursive_doubling": 128}
     for algorithm, megabytes in needed.items():
         with Peak() as peak:
             all_reduce(x, algorithm=algorithm)
