@@ -764,8 +764,7 @@ def weakly(method):
 
     def hook(*arguments):
         alive = reference()
-        if alive is not None:
-            alive(*arguments)
+        return None if alive is None else alive(*arguments)
 
     return hook
 

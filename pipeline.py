@@ -852,7 +852,7 @@ class Pipeline:
         """Run B or I. During I the store is open, and collects this microbatch's products."""
         x, edge = self.saved.pop(action[1:])
         products = self.deferred[action[1:]] if action.kind == "I" else None
-        with _syncing(self.stages[action.chunk], reduces), self.defer.during(products, not reduces):
+        with _syncing(self.stages[action.chunk], reduces), self.defer.during(products, reduces):
             if edge is not None:
                 torch.autograd.backward(edge, grad_output)
         if action.chunk in self.first_chunks:
@@ -913,13 +913,17 @@ class WeightGradStore:
     """Collects what layers defer from I to W: the matrix products for their weights' gradients.
 
     The store is open during an I. A layer may then call put(parameter, product) and return no
-    gradient for the parameter; W calls product() to compute it. While `adds` is true, a layer may
-    add a weight's gradient to .grad itself. The layers of tensor_parallel.py do so, which saves a
-    pass over the gradient. `adds` is false in an action that starts to reduce gradients over
-    replicas, because the hooks that start the reduction run only when autograd adds the gradients.
+    gradient for the parameter; W calls product() to compute it.
+
+    During B and I, the layers of tensor_parallel.py save passes over a weight's gradient. While
+    `lends` is true, they write it where weight.lend_gradient() says (see zero.FlatParameter). While
+    `adds` is true, they add it to .grad and return none. `adds` is false in an action that starts
+    to reduce gradients over replicas, because the hooks that start the reduction run only if
+    autograd is given a gradient.
     """
 
     products = None
+    lends = False
     adds = False
 
     @property
@@ -930,13 +934,15 @@ class WeightGradStore:
         self.products.append((parameter, product))
 
     @contextmanager
-    def during(self, products=None, adds=False):
-        """Set `adds`, and open the store with a list for put(). None keeps the store closed."""
-        self.products, self.adds = products, adds
+    def during(self, products=None, reduces=False):
+        """Open the store with a list for put(); None keeps it closed. reduces: see perform()."""
+        self.products = products
+        self.lends = True
+        self.adds = not reduces
         try:
             yield
         finally:
-            self.products, self.adds = None, False
+            del self.products, self.lends, self.adds
 
 
 class DeferredLinear(nn.Linear):

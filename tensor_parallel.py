@@ -272,23 +272,44 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _weight_gradient(weight, dy, x, store):
-    """Return dW = dy^T @ x, or add dW to .grad if `store.adds` is true and .grad exists."""
+    """Return dW = dy^T @ x or, if dW has been added to .grad, None. See WeightGradStore."""
     a = dy.reshape(-1, dy.shape[-1]).t()
     b = x.reshape(-1, x.shape[-1])
-    adds = store.adds and weight.is_leaf and not weight._backward_hooks
-    total = weight.grad if adds else None
-    if total is None:
+    if weight._backward_hooks or not weight.is_leaf:
         return a @ b
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.add_(a @ b)  # on a CPU a 16-bit product is rounded first
+    lend = getattr(weight, "lend_gradient", None)
+    place = lend() if lend and store.lends else None
+    if place is not None:
+        gradient, holds_sum = place
+        _multiply_into(gradient, a, b, beta=int(holds_sum))
+        return gradient
+    if weight.grad is None or not store.adds:
+        return a @ b
+    _multiply_into(weight.grad, a, b, beta=1)
     return None
 
 
-NO_STORE = SimpleNamespace(open=False, adds=False)  # a WeightGradStore that is always closed
+def _accept_lent(weight):
+    """Let autograd accept the weight's gradient in the dtype in which memory for it is lent."""
+    dtype = getattr(weight, "lent_dtype", weight.dtype)
+    if dtype != weight.dtype == weight.grad_dtype and dtype.itemsize > weight.itemsize:
+        weight.grad_dtype = dtype
+
+
+def _multiply_into(total, a, b, beta):
+    """Set `total` to beta * total + a @ b. beta: 0 or 1."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, beta=beta)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    elif beta == 0:
+        total.copy_(a @ b)
+    else:
+        total.add_(a @ b)  # on a CPU a 16-bit product is rounded first
+
+
+# a WeightGradStore that is always closed
+NO_STORE = SimpleNamespace(open=False, lends=False, adds=False)
 
 
 def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
@@ -296,11 +317,12 @@ def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=F
 
     sequence_parallel: whether x is this rank's chunk of X, along dim 0.
     defer: a pipeline's WeightGradStore (see pipeline.py). While it is open, backward gives it a
-        function that computes dW. While its `adds` is true, backward adds dW to an existing .grad
-        directly, which saves a pass over dW. Neither applies to a weight with tensor hooks.
+        function that computes dW. While its `lends` or `adds` is true, backward saves passes over
+        dW: see there. None of this applies to a weight with tensor hooks.
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
     x = autocasted(x)  # cast before x is saved and sent
+    _accept_lent(weight)
     return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer or NO_STORE)
 
 
@@ -313,6 +335,7 @@ def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=No
     Types of x and weight: V, V -> I; with sequence_parallel V, V -> V.
     """
     x = autocasted(x)
+    _accept_lent(weight)
     return _RowLinear.apply(x, weight, group, sequence_parallel, defer or NO_STORE)
 
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zero
@@ -24,7 +26,9 @@ from collectives import (
     reduce_scatter_bytes,
 )
 from ddp import DistributedDataParallel
+from pipeline import WeightGradStore
 from sequence_parallel import recompute_groups
+from tensor_parallel import column_parallel_linear
 from zero import (
     AdamW, FullyShardedDataParallel, ZeroRedundancyOptimizer, zero_bytes, zero_memory,
     zero_rounds,
@@ -424,6 +428,85 @@ def test_gradients_of_16_bit_weights_add_up_in_32_bits_and_update_a_32_bit_copy(
             model.reshard()
             assert model.state_dict()["0.weight"].item() == 1 - expected * 2**-16
             assert model(torch.ones(1, 1)).item() == 1 - 2**-8  # rounded to bfloat16
+
+
+class ThreeProducts(nn.Module):
+    """Three weights of different sizes. Two are used once, one of which has a hook, one twice."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.once = nn.Parameter(torch.randn(6, 4))
+        self.twice = nn.Parameter(torch.randn(6, 6))
+        self.hooked = nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, x):
+        if not self.hooked._backward_hooks:
+            self.hooked.register_hook(lambda gradient: 3 * gradient)
+        x = self.linear(x, self.once).tanh()
+        x = self.linear(x, self.twice).tanh()
+        return self.linear(self.linear(x, self.twice), self.hooked)
+
+
+class PassesOver(TorchDispatchMode):
+    """Counts the copies and sums of tensors of a size, as {size: their number}."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation.overloadpacket.__name__
+        if name in ("copy_", "add_", "add", "_to_copy", "clone"):
+            self.counts[args[0].numel()] += 1
+        return operation(*args, **kwargs or {})
+
+    def __enter__(self):
+        self.counts = Counter()
+        return super().__enter__()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["fp64", "bf16", "bf16 of fp32"])
+@on_ranks(2)
+def test_a_layer_writes_its_weights_gradient_where_the_sum_is_taken_from(kind, stage):
+    """Nothing is copied in any microbatch, unless a weight has several products.
+
+    A weight's tensor hook sees the gradient of its microbatch alone. In 16 bits, a product is added
+    to the sum in 32 bits. bf16 of fp32: param_dtype is bf16, and the parameters are in fp32.
+    """
+    dtypes = {"fp64": (torch.float64, torch.float64), "bf16": (torch.bfloat16, torch.float32)}
+    dtype, wide = dtypes[kind[:4]]
+    how = {"stage": stage}
+    store = WeightGradStore()
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    torch.manual_seed(0)
+    net = ThreeProducts(partial(column_parallel_linear, group=alone, defer=store)).to(dtype)
+    batches = torch.randn(4, 2, 7, 4).to(dtype)
+    expected = {name: torch.zeros(p.shape, dtype=wide) for name, p in net.named_parameters()}
+    for x in batches.flatten(0, 1):
+        once, twice, hooked = (p.detach().requires_grad_() for p in net.parameters())
+        y = F.linear(F.linear(F.linear(F.linear(x, once).tanh(), twice).tanh(), twice), hooked)
+        gradients = torch.autograd.grad(y.square().mean(), (once, twice, hooked))
+        for total, gradient, factor in zip(expected.values(), gradients, (1, 1, 3)):
+            total += factor * gradient / 2
+
+    if kind == "bf16 of fp32":
+        net = net.float()
+        how |= {"param_dtype": dtype, "reduce_dtype": wide}
+    else:
+        for parameter in net.parameters():
+            parameter.grad_dtype = wide
+    pieces = dict(net.named_parameters())
+    model = FullyShardedDataParallel(net, **how)
+    for i, own in enumerate(batches[:, dist.get_rank()]):
+        is_last = i == len(batches) - 1
+        with nullcontext() if is_last else model.no_sync(), store.during(reduces=is_last):
+            loss = model(own).square().mean()
+            with PassesOver() as passes:
+                loss.backward()
+        assert passes.counts[24] == (dtype is torch.bfloat16)  # which a GPU's product saves, too
+        is_cast = kind == "bf16" or (kind == "bf16 of fp32" and i == 0)
+        assert passes.counts[36] == (4 if is_cast else 2)
+    for name, piece in pieces.items():
+        part = expected[name].flatten()[piece.offset :][: piece.numel()]
+        assert_close(piece.grad.flatten(), part, 1e-12 if dtype is torch.float64 else 3e-2)
 
 
 # ---- the optimizer of shards ---------------------------------------------------------------------
