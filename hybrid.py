@@ -79,6 +79,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint import metadata, planner
 
 from collectives import (
@@ -1042,8 +1043,28 @@ class SwiGLU(nn.Module):
     """Map (..., 2F), gate and up, to silu(gate) * up, (..., F) (Shazeer, 2020)."""
 
     def forward(self, x):
+        return _SwiGLU.apply(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Compute silu(gate) * up. Only gate and up are saved; backward computes silu(gate) again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
         gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        dx = torch.empty_like(x)
+        dgate, dup = dx.chunk(2, -1)
+        torch.mul(dy, F.silu(gate), out=dup)
+        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
+        return dx
 
 
 class MLP(nn.Module):

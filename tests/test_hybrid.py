@@ -35,6 +35,7 @@ from ranks import least_bytes, on_ranks, run
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
+from transformer import saved_bytes
 from verify import gathered
 from zero import zero_rounds
 
@@ -130,6 +131,20 @@ def test_a_parameter_or_buffer_whose_initial_value_is_not_declared_is_refused_by
         with patch.object(torch.nn, "LayerNorm", Norm):
             with pytest.raises(hybrid.TrainingError, match=fault):
                 make_trainer("")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_swiglu_keeps_only_gate_and_up_and_has_the_bits_of_its_formula(dtype):
+    x = torch.randn(3, 5, 14, dtype=dtype, requires_grad=True)
+    grad = torch.randn(3, 5, 7, dtype=dtype)
+    with saved_bytes() as kept:
+        y = hybrid.SwiGLU()(x)
+        assert kept() == x.nbytes
+    gate, up = x.chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert torch.equal(y, expected)
+    found, wanted = (torch.autograd.grad(output, x, grad)[0] for output in (y, expected))
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("layers", [1, 4, 9])

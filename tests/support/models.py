@@ -33,7 +33,7 @@ class Gpu(NamedTuple):
     node: float
     network: float
     products: float = 0.57
-    moves: float = 1.0
+    moves: float = 0.99
     per_node: int = 8
 
     def move(self, nbytes, gb_per_second):

@@ -284,9 +284,9 @@ def layer_bytes(config, layout, recompute, experts=True):
 def inner_width(config):
     """Return half the number of elements that an MLP or expert keeps of a token inside it.
 
-    These are the input and the output of GELU, or SwiGLU's gate, up, silu(gate) and output.
+    These are the input and the output of GELU, or SwiGLU's gate, up and output.
     """
-    return config.mlp_width * (2 if config.is_llama else 1)
+    return config.mlp_width * (3 if config.is_llama else 2) / 2
 
 
 def mixture_bytes(tokens, config):
