@@ -23,8 +23,8 @@ A rank holds   E/P whole experts, and copies of the router and of the shared exp
 It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its backward, if each
                rank has N tokens of width D and routing is even. two_hops() sends a token to
                another node only once, however many of its experts are there
-Overlap        shared experts compute while the host waits for message sizes. In parts, some of a
-               rank's tokens travel while experts compute others. DeepSeek's DualPipe also computes
+Overlap        shared experts compute while the host waits for message sizes or, in a layer in
+               parts, while tokens travel. There, some travel while experts compute others. DeepSeek's DualPipe also computes
                one microbatch while another's tokens travel; the DualPipe of pipeline.py does not
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
                split one expert over several ranks. DeepEP has kernels for both all-to-alls
@@ -55,14 +55,15 @@ from collectives import (
 def switch(x, experts, compute, group=None):
     """Send each token to its expert and back, with one expert on each rank and k = 1.
 
-    Rows that arrive need no grouping by expert, since there is only one.
+    All rows that arrive are for this rank's expert, so they need no sorting. In backward, autograd
+    sends the rows' gradients by the same two all-to-alls, in reverse.
     x: (N, D). experts: (N,); expert i is on rank i. compute: this rank's expert, (M, D) -> (M, D).
     Types (see "derivatives" in collectives.py): x and what compute() uses V -> V.
     """
     _, world_size = rank_and_size(group)
     send_counts = experts.bincount(minlength=world_size)
     receive_counts = all_to_all_in_group(send_counts, group=group)
-    rows_to = send_counts.tolist()
+    rows_to = send_counts.tolist()  # sizes of tensors are Python's, so the host waits here
     rows_from = receive_counts.tolist()
     order = experts.argsort(stable=True)
     # after the rows: how many come from each rank, and how many go to each rank
@@ -76,7 +77,9 @@ def switch_layer(x, router, compute, group=None):
     """Return each token's result from its likeliest expert, times its probability (Switch).
 
     router: (P, D), for one expert on each rank. The choice has no gradient, so the router learns
-    through the probability alone. The gradients of its copies must still be summed.
+    through the probability alone. Each rank has a copy of it, whose gradient covers this rank's
+    tokens only, so the caller must sum it over the group. An expert's gradient needs no sum, since
+    the expert has computed for the tokens of all ranks.
     Types: x and what compute() uses V, router R -> V.
     """
     probabilities = F.linear(x, router).softmax(-1)  # (N, P)
@@ -118,8 +121,8 @@ def dispatch_and_combine(
     x: (N, D). experts (-1 for none), weights: (N, k). Expert e is on rank e * P // num_experts.
     compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
         sorted by expert. `sizes` (a list) and `counts` (a tensor) are the experts' row counts.
-    shared: a module whose output for x is added. It is launched before the host waits for counts,
-        or in several parts while the first one travels.
+    shared: a module whose output for x is added. With one part, it is launched before the host
+        waits for counts. With several, it computes while the first one travels.
     parts: see "a layer in parts". compute() is called for each part, and all ranks pass the same.
     Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
     """
@@ -389,7 +392,7 @@ def run_in_parts(counts, tensors, compute, weights, shared):
 class Journey:
     """An all-to-all that is under way, in forward from _Post to _Await, in backward the reverse.
 
-    received, sent: the rows that come from and go to each rank in forward
+    received, sent: how many rows come from and go to each rank in forward
     """
 
     def __init__(self, received, sent, group):
@@ -429,9 +432,10 @@ class _Post(torch.autograd.Function):
 class _Await(torch.autograd.Function):
     """Wait for rows. Backward begins to send their gradients back.
 
-    Autograd insists that the gradient of an input has the input's shape, but as many rows arrive as
-    were sent in forward. So backward returns the gradient that it sends, and _Post ignores it and
-    takes what arrives from the Journey, which both share.
+    Autograd insists that the gradient of an input has the input's shape, which is that of the rows
+    received in forward. But the gradients that arrive in backward are those of the rows sent. So
+    backward returns the gradient that it sends, as a placeholder that _Post ignores. What arrives
+    is left in the Journey, which both share, and _Post returns it.
     """
 
     @staticmethod
@@ -482,10 +486,10 @@ class FullPrecisionLinear(torch.autograd.Function):
     """Return x W^T, (N, E), for x (N, D) and W (E, D), in full precision also in backward.
 
     With torch.set_float32_matmul_precision("high"), a GPU rounds the factors of fp32 products to
-    TF32, whose mantissa has 10 bits, and tokens with close scores change their experts. CUDA reads
-    the setting when a product is launched, so it can be changed for one product, and costs about
-    1 us of the host. The product itself is slower, but small: it has 2 N D E FLOPs, and on an H100
-    runs at 67 TFLOP/s in fp32 and at 495 in TF32.
+    TF32, whose mantissa has 10 bits, and tokens with close scores change their experts. PyTorch
+    reads the setting when a product is launched, so it can be changed for one product, and costs
+    about 1 us of the host. The product itself is slower, but small: it has 2 N D E FLOPs, and on an
+    H100 runs at 67 TFLOP/s in fp32 and at 495 in TF32.
     """
 
     @staticmethod
@@ -660,8 +664,8 @@ class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
 
     Every token is routed and balanced, padding included: it takes room within capacity_factor, and
-    counts in the balance loss, the z-loss and the tally, whose loads move the router's bias. Leave
-    padding out of x if it should not count.
+    counts in the balance loss, the z-loss and the tally. Leave padding out of x if it should not
+    count.
 
     tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dimension 0,
         and the results are gathered. The caller must sum each parameter's gradients over the ranks
@@ -687,7 +691,9 @@ class MoE(nn.Module):
     router and of the shared experts are R: the gradients of their copies must be summed.
 
     Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
-    dropped, and this rank's parts of the two losses. Raises ValueError if P does not divide
+    dropped, and this rank's parts of the two losses. After a step the caller sums the tallies over
+    the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the tally to 0.
+    Raises ValueError if P does not divide
     num_experts, or if capacity_factor or parts is not positive.
     """
 
@@ -749,7 +755,7 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)
         routing = self.router(tokens)
         with_losses = torch.is_grad_enabled()
-        # small messages go first, so that they do not wait for long ones of the same group
+        # small messages go first, since they would wait for long ones if a group carries both
         counts = self._count(routing.experts) if with_losses else None
         # under autocast the elements of rows have 16 bits, which halves the messages
         tokens = autocasted(tokens)
@@ -795,8 +801,8 @@ class MoE(nn.Module):
             return experts
         choices = experts.flatten()
         capacity = len(choices) / self.num_experts * self.capacity_factor
-        # The choices 1 0 1 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
-        # Sorting moves them to positions 1 0 2 3, so their places in experts' queues are 0 0 1 2.
+        # The choices 1 1 0 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
+        # Sorting moves them to positions 1 2 0 3, so their places in experts' queues are 0 1 0 2.
         counts = count_choices(choices, self.num_experts)
         begins = counts.cumsum(0) - counts
         positions = choices.argsort(stable=True).argsort()
@@ -824,7 +830,8 @@ def tally_metrics(tallies, num_microbatches, with_losses):
 def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
     """Return the bytes that a rank sends in a forward if routing is even: 2 N k D (P-1)/P elements.
 
-    Backward sends as many. Counts add 8 (P-1) E/P bytes in forward; an odd E/P is padded by 1.
+    Backward sends as many. Not included are counts, 8 (P-1) E/P bytes in forward, where an odd E/P
+    is padded by 1.
     """
     return 2 * tokens * top_k * hidden * (ep - 1) // ep * itemsize
 

@@ -53,6 +53,7 @@ import fcntl
 import gc
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -506,11 +507,13 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
     rank = dist.get_rank(mesh.pp_group)
     # a route lists the place of each stage, (rank, number among the rank's chunks)
     stage_at = {place: stage for route in routes for stage, place in enumerate(route)}
+    divided = divide_layers(args, routes)
     chunks = []
     for stage in [stage_at[place] for place in sorted(stage_at) if place[0] == rank]:
         with torch.device("meta"):
             chunk = GPT(
-                args, positions.to(device), mesh.tp_group, stage, len(routes[0]),
+                args, positions.to(device), mesh.tp_group, divided[stage],
+                is_first=stage == 0, is_last=stage == len(divided) - 1,
                 random=ShardedRandomState(device, mesh.tp_group), defer=deferred,
                 attention_fn=cp_fn if args.cp > 1 else attention, moe=partial(make_moe, args, mesh),
             )  # fmt: skip
@@ -1180,16 +1183,19 @@ class GPT(nn.Module):
     equal.
 
     positions: the T positions of each sequence that this rank of cp holds.
+    layers: the range of its layers.
     moe, options: passed on to Block, but moe only for layers with experts.
     copies: {name of a copy: name of the original} of tied weights, whichever stages have them.
     vocab_start: the first column of the logits of the last stage on this rank of tp.
     """
 
-    def __init__(self, config, positions, tp_group, stage, num_stages, moe=None, **options):
+    def __init__(
+        self, config, positions, tp_group, layers, is_first, is_last, moe=None, **options
+    ):  # fmt: skip
         super().__init__()
         self.config, self.tp_group = config, tp_group
-        self.is_first = stage == 0
-        self.is_last = stage == num_stages - 1
+        self.is_first = is_first
+        self.is_last = is_last
         self.defer = options.get("defer")
         self.random = options.get("random", nullcontext())
         self.copies = {"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {}
@@ -1209,7 +1215,7 @@ class GPT(nn.Module):
             wpe = declare(nn.Embedding(config.seq_len, config.hidden), weight=Normal())
             self.transformer["wpe"] = of_own_tokens(wpe, config)
         self.transformer["h"] = nn.ModuleDict()
-        for i in layers_of(stage, num_stages, config):
+        for i in layers:
             own_moe = moe if config.has_experts(i) else None
             block = Block(config, self.rotary, moe=own_moe, group=tp_group, **options)
             self.transformer["h"][str(i)] = block
@@ -1247,25 +1253,37 @@ class GPT(nn.Module):
             self.positions = positions.chunk(tp)[rank]
 
 
-def layers_of(stage, num_stages, config):
-    """Return the range of a stage's layers, chosen so that the costliest stage costs least.
+def divide_layers(config, routes):
+    """Return the range of each stage's layers, chosen so that the costliest rank costs least.
 
     Every layer counts as 1, the mean cost of a layer, and the last stage starts with the cost of
-    the head. Each layer is then given to the stage that costs least so far. Among equal stages the
-    last one gets it, since earlier ones keep the activations of more microbatches. If the head
-    costs 1.1, 30 layers are divided into 8, 8, 8 and 6.
+    the head. Each stage between the first and the last gets one layer. Each other layer is given to
+    the rank that costs least so far, and there to the cheapest stage. Among equal stages the last
+    one gets it, since earlier ones keep the activations of more microbatches. If the head costs
+    1.1, 30 layers are divided among 4 ranks of one stage into 8, 8, 8 and 6.
+
+    routes: those of a schedule. The two of DualPipe give ranks r and p-1-r the same two stages.
     """
+    stages = range(len(routes[0]))
+    holders = [frozenset(rank for rank, _ in places) for places in zip(*routes)]
     passes = 4 if config.recompute == "full" else 3  # forward 1, backward 2, recomputation 1
-    costs = [0.0] * num_stages
+    costs = [0.0 for _ in stages]
     # the head is never recomputed
     costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
-    sizes = [0] * num_stages
+    of_holders = Counter({holders[-1]: costs[-1]})
+    sizes = [0 for _ in stages]
+
+    def preference(stage):
+        needs_none = sizes[stage] > 0 or stage in (stages[0], stages[-1])
+        return needs_none, of_holders[holders[stage]], costs[stage], -stage
+
     for _ in range(config.layers):
-        cheapest = min(reversed(range(num_stages)), key=costs.__getitem__)
-        costs[cheapest] += 1
-        sizes[cheapest] += 1
-    begin = sum(sizes[:stage])
-    return range(begin, begin + sizes[stage])
+        stage = min(stages, key=preference)
+        sizes[stage] += 1
+        costs[stage] += 1
+        of_holders[holders[stage]] += 1
+    ends = itertools.accumulate(sizes)
+    return [range(end - size, end) for end, size in zip(ends, sizes)]
 
 
 def forward_flops(config, experts):
@@ -2745,7 +2763,7 @@ def schedule_of(args):
     stages = len(schedule.routes[0])
     # the first stage may hold just the embedding, and the last one just the head
     need(args.layers + 2 >= stages, f"--layers {args.layers} is too few for {stages} stages")
-    most = max(len(layers_of(stage, stages, args)) for stage in range(stages))
+    most = max(map(len, divide_layers(args, schedule.routes)))
     as_one = as_typed("recompute_layers", args.recompute_layers)
     need(args.recompute_layers <= most, f"{as_one} is more than a stage has, at most {most}")
     return schedule

@@ -147,25 +147,43 @@ def test_swiglu_keeps_only_gate_and_up_and_has_the_bits_of_its_formula(dtype):
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("layers", [1, 4, 9])
+@pytest.mark.parametrize("name, pp", [("1f1b", 2), ("1f1b", 5), ("interleaved", 2), ("zb-v", 3)])
+@pytest.mark.parametrize("layers", [4, 9])
 @pytest.mark.parametrize("vocab_size", [1, 400, 3000, 9000])  # heads that cost 0 to 11 layers
-def test_no_other_division_into_stages_has_a_cheaper_most_expensive_stage(layers, vocab_size):
+def test_no_other_division_of_the_layers_has_a_cheaper_most_expensive_rank(
+    name, pp, layers, vocab_size
+):
+    """Nor one whose second most expensive rank is cheaper, and so on. A middle stage has a layer."""
     config = hybrid.GPTConfig(layers, 64, 4, 32, vocab_size)
     head = 2 * config.hidden * vocab_size / sum(hybrid.forward_flops(config, 0))
-    for num_stages in range(2, min(layers + 2, 6) + 1):
-        sums = {}  # {the stages' numbers of layers: their costs, largest first}
-        for inner in itertools.product(range(layers + 1), repeat=num_stages - 1):
-            sizes = (*inner, layers - sum(inner))
-            if min(*sizes[1:-1], sizes[-1] + 1, num_stages) > 0:
-                sums[sizes] = sorted([*inner, sizes[-1] + head], reverse=True)
-        own = [len(hybrid.layers_of(stage, num_stages, config)) for stage in range(num_stages)]
-        assert tuple(own) == min(sums, key=lambda sizes: (sums[sizes], sizes))
+    (route,) = routes = SCHEDULES[name](pp, 2 * pp).routes
+
+    def costs(sizes):
+        of_ranks = [0] * pp
+        for size, (rank, _) in zip(sizes, route):
+            of_ranks[rank] += size
+        of_ranks[route[-1][0]] += head
+        return sorted(of_ranks, reverse=True)
+
+    def divisions(stages, left):
+        if stages == 1:
+            yield (left,)
+            return
+        for size in range(stages < len(route), left + 1):
+            yield from ((size, *rest) for rest in divisions(stages - 1, left - size))
+
+    found = hybrid.divide_layers(config, routes)
+    assert [i for part in found for i in part] == [*range(layers)]
+    own = tuple(map(len, found))
+    least = min(map(costs, divisions(len(route), layers)))
+    assert own in {*divisions(len(route), layers)} and costs(own) == pytest.approx(least)
 
 
 def test_the_cost_of_the_head_counts_when_layers_are_divided_into_stages():
-    def sizes(num_stages, **others):
+    def sizes(num_stages, name="1f1b", **others):
         config = hybrid.GPTConfig(**others)
-        return [len(hybrid.layers_of(s, num_stages, config)) for s in range(num_stages)]
+        routes = SCHEDULES[name](num_stages, 2 * num_stages).routes
+        return [*map(len, hybrid.divide_layers(config, routes))]
 
     llama = {"layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "seq_len": 8192}
     assert sizes(16, **llama, vocab_size=128256, ffn=53248) == [7, *14 * [8], 7]  # as published
@@ -173,6 +191,8 @@ def test_the_cost_of_the_head_counts_when_layers_are_divided_into_stages():
     # The head costs 2 h V, a layer 24 h^2 + 4 s h, so the head costs as much as 4.5 layers.
     assert sizes(3, **gpt2, vocab_size=50304) == [5, 6, 1]
     assert sizes(3, **gpt2, vocab_size=50304, recompute="full") == [5, 5, 2]  # as 3.4 layers
+    # DualPipe gives ranks 0 and 3 stages 0 and 3, which cost 8.5 of 16.5 with the head.
+    assert sizes(4, "dualpipe", **gpt2, vocab_size=50304) == [4, 4, 4, 0]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -259,6 +279,16 @@ def _gradients(flags):
     trainer = make_trainer(flags)
     trainer.step(*own_batch(trainer))
     return [p.grad for chunk in trainer.chunks for p in chunk.parameters()]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@on_ranks(2)
+def test_a_layer_of_experts_in_parts_leaves_dropout_its_masks(recompute):
+    flags = f"--ep 2 --experts 4 --shared-experts 1 --dropout 0.3 --recompute {recompute}"
+    whole, parts = (_gradients(f"{flags} --expert-parts {parts}") for parts in (1, 3))
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-7)
+    other = _gradients(f"{flags.replace('0.3', '0.31')} --expert-parts 1")
+    assert (other[0] - whole[0]).abs().max() > 1e-5
 
 
 RECOMPUTED = [(n, f"{MODELS['llama']} {flags}") for n, flags in DEGREES]

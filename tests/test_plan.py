@@ -369,16 +369,21 @@ def test_a_ring_leaves_the_node_if_cp_and_tp_together_are_larger_than_it():
     assert 2 * waits(8) == pytest.approx(waits(4) * gpu.node / gpu.network)
 
 
-def test_layers_are_divided_into_stages_as_in_the_trainer():
-    pipelines = (1, 1), (2, 1), (6, 1), (2, 2), (4, 2), (2, 3)
-    for layers, V, (pp, v) in itertools.product((5, 12, 61), (10, 3000), pipelines):
-        config, stages = hybrid.GPTConfig(layers, 64, 4, 32, V), pp * v
-        if stages > layers + 2:
+def test_layers_are_divided_among_ranks_as_in_the_trainer():
+    pipelines = [("1f1b", 1, 1), ("1f1b", 2, 1), ("1f1b", 6, 1), ("interleaved", 2, 2)]
+    pipelines += [("interleaved", 4, 2), ("interleaved", 2, 3), ("zb-v", 4, 2), ("dualpipe", 4, 1)]
+    for layers, V, (name, pp, v) in itertools.product((5, 12, 61), (10, 3000), pipelines):
+        config = hybrid.GPTConfig(layers, 64, 4, 32, V)
+        routes = SCHEDULES[name](pp, 2 * pp, *[v] * (name == "interleaved")).routes
+        if len(routes[0]) > layers + 2:
             continue
-        own = [len(hybrid.layers_of(stage, stages, config)) for stage in range(stages)]
-        own = [sum(own[place::pp]) for place in range(pp)]
-        first, *_, last = plan.shares_of(config, "interleaved" if v > 1 else "1f1b", pp, v) * 2
-        assert max(abs(first.layers - own[0]), abs(last.layers - own[-1])) <= (v > 1)
+        own = [0] * pp
+        for route in routes:
+            for part, (rank, _) in zip(hybrid.divide_layers(config, routes), route):
+                own[rank] += len(part)
+        first, *others = plan.shares_of(config, name, pp, v)
+        most = max(own[1:], default=0) if name in ("zb-v", "dualpipe") else own[-1]
+        assert (first.layers, others[-1].layers if others else most) == (own[0], most), (name, own)
 
 
 def test_the_best_plans_are_those_of_a_search_through_everything():

@@ -139,7 +139,8 @@ def test_a_stage_keeps_the_inputs_of_its_groups_and_one_whole_group(
         how = {"sp": sequence_parallel, "recompute": "full", "recompute_layers": size}
         config = hybrid.GPTConfig(3 * L, D, H, T, 2, 0.1, **how)
         stage = hybrid.GPT(
-            config, torch.arange(T), None, 1, 3, attention_fn=unfused_attention, random=state
+            config, torch.arange(T), None, range(L, 2 * L), is_first=False, is_last=False,
+            attention_fn=unfused_attention, random=state,
         ).bfloat16()
         shape = T // tp if sequence_parallel else T, B, D
         xs = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(microbatches)]

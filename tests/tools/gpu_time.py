@@ -146,9 +146,10 @@ def costliest_rank(args):
     """Return the first rank of the place in the pipeline whose layers and head take most FLOPs."""
     flops = [0] * args.pp
     again = 4 / 3 if args.recompute == "full" else 1  # a layer has 4 passes instead of 3
-    for route in hybrid.schedule_of(args).routes:
-        for stage, (place, _) in enumerate(route):
-            for i in hybrid.layers_of(stage, len(route), args):
+    routes = hybrid.schedule_of(args).routes
+    for route in routes:
+        for layers, (place, _) in zip(hybrid.divide_layers(args, routes), route):
+            for i in layers:
                 flops[place] += again * sum(hybrid.forward_flops(args, args.has_experts(i)))
         flops[place] += 2 * args.hidden * args.vocab_size  # the last stage has the head
     return flops.index(max(flops)) * (args.world_size // args.pp)

@@ -117,20 +117,22 @@ class Share(NamedTuple):
 def shares_of(config, schedule, pp, chunks):
     """Return the Shares of the first rank, of the fullest middle rank, and of the last rank.
 
-    As in hybrid.layers_of(), the most expensive stage, head included, is as cheap as possible.
+    As in hybrid.divide_layers(), the most expensive rank, head included, is as cheap as possible.
     """
-    layers, stages, own = config.layers, pp * chunks, chunks * (1 + (schedule == "dualpipe"))
-    if pp == 1:
+    layers = config.layers
+    ranks = pp // 2 if schedule == "dualpipe" else pp  # two of DualPipe's have the same stages
+    if ranks == 1:
         return [Share(layers, 1, 1)]
+    is_v = schedule in ("zb-v", "dualpipe", "dualpipe-v")  # the first rank has both ends
     head = flops_of_head(config) / sum(forward_flops(config, portion_of(config)))
-    cost = lambda last: max(math.ceil((layers - last) / (stages - 1)), last + head)
-    last = min(range(layers // stages, -1, -1), key=cost)
-    others = (layers - last) / (stages - 1)
-    least, most, rest = int(own * others), math.ceil(own * others), (own - 1) * others
+    cost = lambda last: max(math.ceil((layers - last) / (ranks - 1)), last + head)
+    needed = max(0, chunks - 1 - is_v)  # stages between the ends have one layer at least
+    last = min(range(layers // ranks, needed - 1, -1), key=cost)
+    least, most = (layers - last) // (ranks - 1), math.ceil((layers - last) / (ranks - 1))
     middle = Share(most, behind=pp - 1 - (least < most))
-    if schedule in ("zb-v", "dualpipe", "dualpipe-v"):  # the first rank has first and last stage
-        return [Share(int(rest) + last, 1, 1), middle]
-    return [Share(least, 1, 0, pp - 1), middle, Share(math.ceil(rest) + last, 0, 1)]
+    if is_v:
+        return [Share(last, 1, 1), middle]
+    return [Share(least, 1, 0, pp - 1), middle, Share(last, 0, 1)]
 
 
 def portion_of(config):
