@@ -24,8 +24,9 @@ It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its 
                rank has N tokens of width D and routing is even. two_hops() sends a token to
                another node only once, however many of its experts are there
 Overlap        shared experts compute while the host waits for message sizes or, in a layer in
-               parts, while tokens travel. There, some travel while experts compute others. DeepSeek's DualPipe also computes
-               one microbatch while another's tokens travel; the DualPipe of pipeline.py does not
+               parts, while tokens travel. There, some tokens travel while experts compute others.
+               DeepSeek's DualPipe also computes one microbatch while another's tokens travel; the
+               DualPipe of pipeline.py does not
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
                split one expert over several ranks. DeepEP has kernels for both all-to-alls
 

@@ -128,7 +128,8 @@ GARBAGE_EVERY = 50  # steps between Python's collections of garbage
 #           finish_grad_sync()        dp x cp  nothing: it waits for these sums
 #           sum_shared_gradients()    tp       where a rank's gradients cover its own tokens only
 #                                     pp       the tied weight's two copies, DualPipe's replicas
-#         clip_gradients()            all      squares of the norm
+#         clip_gradients()            tp, pp   squares of the norm; with ZeRO also dp x cp, for
+#                                              experts also ep
 #         sum_tallies()               all      with experts, how many tokens each got
 #         update()                             nothing: each rank updates what it owns
 #       Trainer.finish_step()         all      with --checkpoint, whether a rank has to stop
@@ -493,7 +494,7 @@ def sum_tallies(mixtures, args, mesh, device):
 
 def check_vocabulary(inputs, targets, size):
     """Raise TrainingError if a token of the batch is outside the vocabulary. Collective."""
-    if on_any_rank(max(inputs.max(), targets.max()) >= size):
+    if on_any_rank(max(inputs.max().item(), targets.max().item()) >= size):
         raise TrainingError(f"--data: a token is outside --vocab-size {size}")
 
 
@@ -600,8 +601,8 @@ def require_elementwise(args, optimizer):
 def learning_rate(step, args):
     r"""Return the learning rate of step 0, 1, ...
 
-    It rises to --lr in the first --warmup steps. In the last --decay-steps it falls towards
-    --min-lr, which a step after the last one would have:
+    It rises in the first --warmup steps, and the next one has --lr. In the last --decay-steps it
+    falls towards --min-lr, which a step after the last one would have:
 
         lr         ___________________
                   /                   \    linear, or half a period of a cosine
@@ -772,7 +773,7 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
 # splits rows.
 #
 #     parameter                        split over      its gradient is summed over
-#     wte, lm_head                     tp, by tokens   dp x cp; if tied, first and last stage
+#     wte, lm_head                     tp, by rows     dp x cp; if tied, first and last stage
 #     c_attn, c_fc, with biases        tp, by rows     dp x cp
 #     c_proj.weight                    tp, by columns  dp x cp
 #     c_proj.bias, ln_*, wpe           nothing         dp x cp; with --sp tp
@@ -791,12 +792,13 @@ class Home:
 
                        all others         experts
     split_group        tp_group           ep_group                 together they hold all parts
-    tp_group           tp_group           expert_tp_group          ranks of tp with the same parts
+    tp_group           tp_group           expert_tp_group          with copies among them, see below
     dp_group           dp_cp_group        expert_dp_group          ranks of dp x cp with these
     shard_group        shard_group        expert_shard_group       ZeRO cuts a part over these
     replicate_group    replicate_group    expert_replicate_group   ranks with the same shard
 
-    A parameter that is not split has a copy on every rank of tp_group.
+    Experts are the same on every rank of their tp_group. Of all other parameters, only those that
+    are not split have a copy on every rank of tp_group.
     """
 
     split_group: dist.ProcessGroup

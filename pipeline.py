@@ -867,7 +867,7 @@ class Pipeline:
         if reduces and hasattr(stage, "start_grad_sync"):
             # during this W, only the parameters of these products still get gradients
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
-        with _syncing(stage, reduces):
+        with _syncing(stage, reduces), self.defer.during(reduces=reduces):
             _add_products(products)
 
 
@@ -915,10 +915,11 @@ class WeightGradStore:
     The store is open during an I. A layer may then call put(parameter, product) and return no
     gradient for the parameter; W calls product() to compute it.
 
-    During B and I, the layers of tensor_parallel.py save passes over a weight's gradient. While
-    `lends` is true, they write it where weight.lend_gradient() says (see zero.FlatParameter). While
-    `adds` is true, they add it to .grad and return none. `adds` is false in an action that starts
-    to reduce gradients over replicas, because the hooks that start the reduction run only if
+    During B, I and W, the layers of tensor_parallel.py save passes over a weight's gradient. While
+    `lends` is true, they write it where weight.lend_gradient() says (see zero.FlatParameter), so a
+    hook on a node of the graph sees the sum so far, and no hook may call torch.autograd.grad().
+    While `adds` is true, they add it to .grad and return none. `adds` is false in an action that
+    starts to reduce gradients over replicas, because the hooks that start the reduction run only if
     autograd is given a gradient.
     """
 
@@ -936,13 +937,12 @@ class WeightGradStore:
     @contextmanager
     def during(self, products=None, reduces=False):
         """Open the store with a list for put(); None keeps it closed. reduces: see perform()."""
-        self.products = products
-        self.lends = True
-        self.adds = not reduces
+        before = self.products, self.lends, self.adds
+        self.products, self.lends, self.adds = products, True, not reduces
         try:
             yield
         finally:
-            del self.products, self.lends, self.adds
+            self.products, self.lends, self.adds = before
 
 
 class DeferredLinear(nn.Linear):
@@ -982,18 +982,25 @@ class _DeferredLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
+class _Deferred(torch.autograd.Function):
+    """Take a parameter. Backward computes a product, which is its gradient."""
+
+    @staticmethod
+    def forward(ctx, parameter, product):
+        ctx.product = product
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        product, ctx.product = ctx.product, None  # its activations are freed after it
+        return product(), None
+
+
 def _add_products(products):
-    """Compute the products, and accumulate one sum per parameter, so that its hooks run once."""
-    uses = Counter(parameter for parameter, _ in products)
-    sums = {}
-    while products:  # each product is removed from the list, so that its activations are freed
-        parameter, product = products.pop(0)
-        dtype = parameter.grad_dtype if parameter.is_leaf else None  # may be fp32 for a bf16 weight
-        gradient = product().to(dtype or parameter.dtype)
-        sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
-        uses[parameter] -= 1
-        if not uses[parameter]:
-            torch.autograd.backward(parameter, sums.pop(parameter))
+    """Compute the products in one backward, so that a parameter's hooks run once."""
+    # autograd begins with the last node that was made
+    roots = [_Deferred.apply(*products.pop()) for _ in list(products)]
+    torch.autograd.backward(roots)
 
 
 # ---- replicas ------------------------------------------------------------------------------------

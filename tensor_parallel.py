@@ -291,7 +291,7 @@ def _weight_gradient(weight, dy, x, store):
 
 def _accept_lent(weight):
     """Let autograd accept the weight's gradient in the dtype in which memory for it is lent."""
-    dtype = getattr(weight, "lent_dtype", weight.dtype)
+    dtype = getattr(weight, "lent_dtype", None) or weight.dtype
     if dtype != weight.dtype == weight.grad_dtype and dtype.itemsize > weight.itemsize:
         weight.grad_dtype = dtype
 
@@ -300,12 +300,12 @@ def _multiply_into(total, a, b, beta):
     """Set `total` to beta * total + a @ b. beta: 0 or 1."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta)
-    elif a.is_cuda:
+    elif a.is_cuda and a.itemsize == 2 and total.dtype == torch.float32:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     elif beta == 0:
         total.copy_(a @ b)
     else:
-        total.add_(a @ b)  # on a CPU a 16-bit product is rounded first
+        total.add_(a @ b)  # here a 16-bit product is rounded first
 
 
 # a WeightGradStore that is always closed
@@ -322,7 +322,8 @@ def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=F
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
     x = autocasted(x)  # cast before x is saved and sent
-    _accept_lent(weight)
+    if defer is not None:
+        _accept_lent(weight)
     return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer or NO_STORE)
 
 
@@ -335,7 +336,8 @@ def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=No
     Types of x and weight: V, V -> I; with sequence_parallel V, V -> V.
     """
     x = autocasted(x)
-    _accept_lent(weight)
+    if defer is not None:
+        _accept_lent(weight)
     return _RowLinear.apply(x, weight, group, sequence_parallel, defer or NO_STORE)
 
 
@@ -637,6 +639,8 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.start
         out_of_range = (local < 0) | (local >= len(self.weight))
         table = self.weight
+        # a head that is tied to it takes no lent memory, as autograd adds both uses' gradients
+        table.lend_gradient = table.lent_dtype = None
         if not table.is_cuda:  # a CPU would sum the gradients of a row in 16 bits
             table = table.to(torch.promote_types(table.dtype, torch.float32))
         rows = F.embedding(local.masked_fill(out_of_range, 0), table).to(self.weight.dtype)

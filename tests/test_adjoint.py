@@ -61,6 +61,7 @@ MODULES = (
     collectives, ddp, zero, pipeline, tensor_parallel, sequence_parallel, expert_parallel, hybrid
 )
 NOT_ADJOINT = {
+    pipeline._Deferred: "its backward computes a gradient that another function has deferred",
     expert_parallel.AddLossAndTally:
         "its backward adds the gradients of losses that its forward does not return",
     sequence_parallel._Hollow:
@@ -261,6 +262,7 @@ def vocabulary_and_attention_cases():
 def sequence_parallel_cases():
     s = sequence_parallel
     _, P = rank_and_size()
+    yield of_module("SwiGLU", "V -> V", hybrid.SwiGLU(), torch.zeros(3, 8))
     norm = nn.LayerNorm(4)
     mlp = lambda x, up, down, *_: s.sequence_parallel_mlp(x, norm, up, down)
     inputs = [*zeros((2, 1, 4), (3, 4), (4, 3)), *norm.parameters()]

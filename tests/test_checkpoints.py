@@ -147,10 +147,11 @@ def test_a_checkpoint_loads_with_the_same_bits_in_any_layout_which_trains_on(
     assert_alike(read(back / "step_00000004"), expected, 1e-9)
 
 
-def test_a_checkpoint_of_bf16_has_the_fp32_weights_and_resumes_also_in_fp32(tmp_path):
-    run(2, _train, "--zero 0 --dtype bf16", tmp_path / "own", torch.float32)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_checkpoint_of_bf16_has_the_fp32_weights_and_resumes_also_in_fp32(tmp_path, zero):
+    run(2, _train, f"--zero {zero} --dtype bf16", tmp_path / "own", torch.float32)
     source = tmp_path / "own" / "step_00000002"
-    on = _resume(2, "--zero 0 --dtype bf16", source, tmp_path / "on", torch.float32)
+    on = _resume(2, f"--zero {zero} --dtype bf16", source, tmp_path / "on", torch.float32)
     assert_same_bits(on / "step_00000004", tmp_path / "own" / "step_00000004")
     other = _resume(2, "--tp 2", source, tmp_path / "other", torch.float32)
     assert_same_bits(other / "again" / "step_00000002", source)
