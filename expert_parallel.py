@@ -694,8 +694,9 @@ class MoE(nn.Module):
     Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
     dropped, and this rank's parts of the two losses. After a step the caller sums the tallies over
     the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the tally to 0.
-    Raises ValueError if P does not divide
-    num_experts, or if capacity_factor or parts is not positive.
+
+    Raises ValueError if P does not divide num_experts, or if capacity_factor or parts is not
+    positive.
     """
 
     def __init__(

@@ -937,12 +937,15 @@ class WeightGradStore:
     @contextmanager
     def during(self, products=None, reduces=False):
         """Open the store with a list for put(); None keeps it closed. reduces: see perform()."""
-        before = self.products, self.lends, self.adds
-        self.products, self.lends, self.adds = products, True, not reduces
+        before = dict(vars(self))
+        self.products = products
+        self.lends = True
+        self.adds = not reduces
         try:
             yield
         finally:
-            self.products, self.lends, self.adds = before
+            vars(self).clear()
+            vars(self).update(before)
 
 
 class DeferredLinear(nn.Linear):
