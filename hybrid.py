@@ -40,8 +40,8 @@ experts that --topk-nodes rules out, and balance losses, which are computed for 
 The model is GPT-2 (Radford et al., 2019), down to its parameters' names, or Llama (Touvron et al.,
 2023) under the same names. The grid is from Narayanan et al., "Efficient Large-Scale Language Model
 Training on GPU Clusters Using Megatron-LM", 2021.
-train() is the training loop. Trainer.step() takes one step, which train() calls in two halves, to
-make the next batch between them. The rest serves these two.
+plain_step() shows a step over pp, dp and tp in its plain form. train() is the training loop. It
+takes the halves of Trainer.step(), and makes the next batch between them. The rest serves these.
 
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4    # dp is 8 / (2 x 2) = 2
 """
@@ -89,15 +89,18 @@ from collectives import (
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, Router, tally_metrics
-from pipeline import SCHEDULES, Pipeline, WeightGradStore, forward_only, simulate, sum_replicas
+from pipeline import (
+    SCHEDULES, Pipeline, WeightGradStore, forward_only, one_f_one_b_step, simulate, sum_replicas,
+)
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, recompute_groups, ring_attention,
     run_layers, ulysses_attention,
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, attention, check_gradients_over_tp, column_parallel_linear,
-    mark_sum_over_tp, sum_gradients_over_tp, views_in_whole, vocab_parallel_cross_entropy,
+    VocabParallelEmbedding, attention, check_gradients_over_tp, column_linear,
+    column_parallel_linear, mark_sum_over_tp, row_linear, split_mlp, sum_gradients_over_tp,
+    views_in_whole, vocab_parallel_cross_entropy,
 )
 from zero import AdamW, FullyShardedDataParallel
 
@@ -106,6 +109,149 @@ CP_METHODS = {
 }  # fmt: skip
 IGNORE_INDEX = -100  # a target that does not count
 GARBAGE_EVERY = 50  # steps between Python's collections of garbage
+
+# ---- the idea ------------------------------------------------------------------------------------
+#
+# pp, dp and tp together, from the plain forms of the other files: each of pp x dp x tp processes
+# holds a part of the layers and of their matrices, and computes on a part of the sequences.
+
+
+def plain_groups(pp, dp, tp):
+    """Create the groups of the grid, and return this rank's: {"pp": ..., "dp": ..., "tp": ...}.
+
+    A group of an axis holds the ranks whose coordinates on the other two axes are equal. With pp 2,
+    dp 2 and tp 2:
+
+        pp_rank 0           pp_rank 1          groups of tp   0 1, 2 3, 4 5, 6 7
+            0 1  dp_rank 0      4 5            groups of dp   0 2, 1 3, 4 6, 5 7
+            2 3  dp_rank 1      6 7            groups of pp   0 4, 1 5, 2 6, 3 7
+
+    Collective: each rank creates all groups, in the same order, also those that it is not in.
+    """
+    grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
+    groups = {}
+    for axis, name in enumerate(("pp", "dp", "tp")):
+        for ranks in grid.movedim(axis, 2).flatten(0, 1).tolist():
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                groups[name] = group
+                barrier(group)  # NCCL needs all ranks in a group's first operation
+    return groups
+
+
+def plain_part(whole, dim, group):
+    """Return this rank's chunk of a weight as a parameter. All ranks have the whole weight."""
+    rank, P = rank_and_size(group)
+    return nn.Parameter(whole.chunk(P, dim)[rank].clone())
+
+
+def plain_norm(x):
+    return F.layer_norm(x, x.shape[-1:])
+
+
+class PlainLayer(nn.Module):
+    """This rank's part of a transformer layer: 1/P of its heads, and of its MLP's columns.
+
+    whole: {name: weight}, with qkv (3, D, D), out (D, D), up (4 D, D) and down (D, 4 D), where D is
+        the width. P divides the number of heads, each of which has K of the D columns.
+    """
+
+    def __init__(self, whole, K, tp_group):
+        super().__init__()
+        self.K = K
+        self.tp_group = tp_group
+        self.qkv = plain_part(whole["qkv"], 1, tp_group)  # the same heads of q, k and v
+        self.out = plain_part(whole["out"], 1, tp_group)
+        self.up = plain_part(whole["up"], 0, tp_group)
+        self.down = plain_part(whole["down"], 1, tp_group)
+
+    def forward(self, x):
+        """x and the result, (B, T, D), are the same on all ranks of tp."""
+        qkv = column_linear(plain_norm(x), self.qkv.flatten(0, 1), group=self.tp_group)
+        q, k, v = qkv.unflatten(2, (3, -1, self.K)).permute(2, 0, 3, 1, 4)  # (B, heads / P, T, K)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + row_linear(y.transpose(1, 2).flatten(2), self.out, group=self.tp_group)
+        return x + split_mlp(plain_norm(x), self.up, self.down, self.tp_group)
+
+
+class PlainStage(nn.Module):
+    """This rank's part of a GPT: its pp group cuts the layers into stages, its tp group a layer.
+
+    whole: {"tokens": (V, D), "positions": (T, D), "layers": [a dict for each PlainLayer],
+        "head": (V, D)}, equal on all ranks, which can make it from one seed. The size of pp divides
+        the number of layers. The embeddings and the head are not split over tp.
+    """
+
+    def __init__(self, whole, K, groups):
+        super().__init__()
+        stage, num_stages = rank_and_size(groups["pp"])
+        self.is_first = stage == 0
+        self.is_last = stage == num_stages - 1
+        self.width = whole["tokens"].size(1)
+        count = len(whole["layers"]) // num_stages
+        own = whole["layers"][stage * count : (stage + 1) * count]
+        self.layers = nn.Sequential(*[PlainLayer(layer, K, groups["tp"]) for layer in own])
+        if self.is_first:
+            self.tokens = nn.Parameter(whole["tokens"].clone())
+            self.positions = nn.Parameter(whole["positions"].clone())
+        if self.is_last:
+            self.head = nn.Parameter(whole["head"].clone())
+
+    def forward(self, x):
+        """Tokens (B, T) enter the first stage, and the last returns logits (B, T, V).
+
+        From stage to stage x is (B, T, D).
+        """
+        if self.is_first:
+            x = F.embedding(x, self.tokens) + self.positions[: x.size(1)]
+        x = self.layers(x)
+        if self.is_last:
+            x = F.linear(plain_norm(x), self.head)
+        return x
+
+
+def plain_step(stage, optimizer, tokens, microbatches, groups):
+    """Take one step on tokens (B, T + 1), given to all ranks. Return the mean loss per token.
+
+        groups = plain_groups(pp=2, dp=2, tp=2)
+        stage = PlainStage(whole, K, groups)
+        optimizer = torch.optim.AdamW(stage.parameters())
+        for tokens in batches:
+            loss = plain_step(stage, optimizer, tokens, 4, groups)
+
+    dp divides the sequences, and microbatches those of a dp rank. All loss terms are divided by the
+    number of tokens in the whole batch, so gradients are summed: over microbatches by autograd, and
+    over dp by an all-reduce. They need no sum over tp, see the types in tensor_parallel.py. Each
+    rank then updates its own weights, for which AdamW needs nothing from other ranks.
+    """
+    dp_rank, dp = rank_and_size(groups["dp"])
+    own = tokens.chunk(dp)[dp_rank]
+    inputs = own[:, :-1].chunk(microbatches)
+    targets = own[:, 1:].chunk(microbatches)
+    if not stage.is_first:  # then only the shape of an input is used
+        inputs = [torch.empty(*x.shape, stage.width) for x in inputs]
+
+    def loss_fn(logits, target):
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+        return loss / tokens[:, 1:].numel()
+
+    optimizer.zero_grad()
+    losses = one_f_one_b_step(stage, inputs, targets, loss_fn, groups["pp"])  # tp sends inside it
+    for parameter in stage.parameters():
+        all_reduce(parameter.grad, group=groups["dp"])
+    optimizer.step()
+    loss = sum(losses) if stage.is_last else torch.zeros(())
+    all_reduce(loss, group=groups["dp"])
+    all_reduce(loss, group=groups["pp"])  # the other stages add 0
+    return loss.item()
+
+
+# ==== upper floor =================================================================================
+#
+# plain_step() is training on a grid of processes. train() below does the same for all axes, with
+# ZeRO, recomputation and any schedule, and with messages that travel beside the computation. Most
+# of this file serves a long run on real data: checkpoints, errors, metrics, flags. A reader who
+# wants the technique alone may stop after "one step".
 
 # ---- the loop ------------------------------------------------------------------------------------
 #

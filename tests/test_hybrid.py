@@ -33,11 +33,84 @@ from layouts import (
 from pipeline import SCHEDULES, interleaved, pipeline_bytes
 from ranks import least_bytes, on_ranks, run
 from reference_gpt import MoE as ReferenceMoE
-from reference_gpt import ReferenceTraining
+from reference_gpt import ReferenceTraining, attention
 from tensor_parallel import tensor_parallel_layer_bytes
 from transformer import saved_bytes
 from verify import gathered
 from zero import zero_rounds
+
+# ---- the plain form ------------------------------------------------------------------------------
+
+GRID = dict(V=19, T=6, D=12, heads=6, layers=6, batch=4)
+
+
+def whole_weights(V, T, D, layers, **_):
+    """Return the weights of plain_step()'s model, with enough spread that attention matters."""
+    torch.manual_seed(7)
+    layer_shapes = {"qkv": (3, D, D), "out": (D, D), "up": (4 * D, D), "down": (D, 4 * D)}
+    shapes = {"tokens": (V, D), "positions": (T, D), "head": (V, D)}
+    whole = {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
+    layer = lambda: {name: torch.randn(shape) / 2 for name, shape in layer_shapes.items()}
+    return whole | {"layers": [layer() for _ in range(layers)]}
+
+
+def loss_by_one_process(whole, tokens, heads):
+    """Return the mean loss of plain_step()'s model on whole tensors, with attention by hand."""
+    norm = lambda x: (x - x.mean(-1, True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    x = whole["tokens"][tokens[:, :-1]] + whole["positions"][: tokens.size(1) - 1]
+    for layer in whole["layers"]:
+        q, k, v = (norm(x) @ part.T for part in layer["qkv"])
+        split = lambda y: y.view(*y.shape[:2], heads, -1).transpose(1, 2)
+        y = attention(split(q), split(k), split(v)).transpose(1, 2).flatten(2)
+        x = x + y @ layer["out"].T
+        x = x + torch.nn.functional.gelu(norm(x) @ layer["up"].T) @ layer["down"].T
+    return cross_entropy((norm(x) @ whole["head"].T).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("pp, dp, tp", [(2, 2, 2), (3, 1, 2), (1, 1, 1)])
+@on_ranks(lambda pp, dp, tp: pp * dp * tp)
+def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
+    torch.set_default_dtype(torch.float64)
+    V, T, D, heads, layers, batch = GRID.values()
+    whole, reference = whole_weights(**GRID), whole_weights(**GRID)
+    leaves = [reference[name] for name in ("tokens", "positions", "head")]
+    leaves += [weight for layer in reference["layers"] for weight in layer.values()]
+    for weight in leaves:
+        weight.requires_grad_()
+    sgd = torch.optim.SGD(leaves, 0.5)
+    groups = hybrid.plain_groups(pp, dp, tp)
+    (pp_rank, _), (dp_rank, _), (tp_rank, _) = map(hybrid.rank_and_size, groups.values())
+    assert dist.get_rank() == (pp_rank * dp + dp_rank) * tp + tp_rank
+    stage = hybrid.PlainStage(whole, D // heads, groups)
+    optimizer = torch.optim.SGD(stage.parameters(), 0.5)
+    first = layers // pp * pp_rank
+    dims = {"qkv": 1, "out": 1, "up": 0, "down": 1}
+    for _ in range(2):
+        tokens = torch.randint(V, (batch, T + 1))  # all ranks draw the same
+        sgd.zero_grad()
+        expected = loss_by_one_process(reference, tokens, heads)
+        expected.backward()
+        sgd.step()
+        with count_bytes() as traffic:
+            loss = hybrid.plain_step(stage, optimizer, tokens, 2, groups)
+        assert abs(loss - expected.item()) < 1e-13
+        for name, parameter in stage.named_parameters():
+            weight = name.rsplit(".", 1)[-1]
+            if name.startswith("layers."):
+                of_layer = reference["layers"][first + int(name.split(".")[1])]
+                grad = of_layer[weight].grad.chunk(tp, dims[weight])[tp_rank]
+            else:
+                grad = reference[weight].grad
+            torch.testing.assert_close(parameter.grad, grad, rtol=1e-11, atol=1e-13)
+        sent = {axis: traffic.bytes(group=group) for axis, group in groups.items()}
+        activations = batch // dp * T * D * 8
+        boundaries = (pp_rank > 0) + (pp_rank < pp - 1)
+        parameters = list(stage.parameters())
+        gradients = sum(p.numel() for p in parameters) * 8
+        assert abs(sent["pp"] - boundaries * activations) <= 2 * 8  # and the loss
+        assert abs(sent["dp"] - 2 * (dp - 1) / dp * gradients) <= 8 * (len(parameters) + 1)
+        assert sent["tp"] == layers // pp * 4 * activations * 2 * (tp - 1) // tp
+
 
 # ---- every layout --------------------------------------------------------------------------------
 
