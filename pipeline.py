@@ -30,8 +30,9 @@ A rank holds   the parameters of its stages; the activations of every microbatch
                done and whose backward is not
 It sends       per microbatch and boundary between stages, the activations forward and their
                gradient back; each has b s h elements (microbatch size, sequence length, width)
-Overlap        messages travel while ranks compute. Receives are posted early. In 1F1B, ranks still
-               wait for some messages, because a rank often needs what its neighbour has just made
+Overlap        in Pipeline, messages travel while ranks compute, and receives are posted early. In
+               1F1B, ranks still wait for some messages, because a rank often needs what its
+               neighbour has just made
 PyTorch's      torch.distributed.pipelining has a class per schedule, and also cuts models into
                stages. By default, it divides gradients by the number of microbatches; here loss_fn
                returns a microbatch's share of the loss. For I and W, it walks the graph twice; here
@@ -92,7 +93,7 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
         if rank < last:
             exchange([(output.detach(), rank + 1)], [], group)
         else:
-            output = loss_fn(output, target)
+            output = loss_fn(output, target)  # a scalar, whose backward needs no gradient
         passes.append((x, output))
     for x, output in passes:
         grad_output = None
@@ -109,12 +110,13 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     """One step of 1F1B: gpipe_step() in another order, which keeps fewer activations.
 
     A rank first goes forward once per later stage. It then goes forward once more and waits for its
-    first gradient. Even more forwards would hold more activations and save no time: if messages
-    take none, the last stage is already busy from its first forward to its last backward. From then
-    on it goes backward after each forward, which frees the activations of one microbatch before it
-    makes those of another. In this steady phase a rank sends an output and receives a gradient in
-    one exchange with the next rank, and sends a gradient and receives an input in one with the
-    previous rank: if both sides sent first, neither would receive.
+    first gradient, which the last stage makes itself. A longer warm-up would hold more activations.
+    If messages take no time, it would not shorten the step, because the last stage is already busy
+    from its first forward to its last backward. From then on a rank goes backward after each
+    forward, which frees the activations of one microbatch before it makes those of another. In this
+    steady phase it sends an output and receives a gradient in one exchange with the next rank, and
+    sends a gradient and receives an input in one with the previous rank: if both sides sent first,
+    neither would receive. Before and after it, one side only sends and the other only receives.
     """
     rank, world_size = rank_and_size(group)
     last = world_size - 1
@@ -237,8 +239,8 @@ class Schedule(list):
 
 # ---- schedules -----------------------------------------------------------------------------------
 #
-# p = num_stages is the number of ranks, and m = num_microbatches. Their costs are in the table
-# SCHEDULES, below them.
+# p = num_stages is the number of ranks, even if a rank has several stages, called chunks; m is
+# num_microbatches. The table SCHEDULES, below these functions, says what each schedule costs.
 
 
 def _actions(letters, *microbatches):
@@ -978,7 +980,8 @@ class _DeferredLinear(torch.autograd.Function):
         grad_x = grad_y @ weight.to(grad_y.dtype) if wants_x else None
         grad_bias = rows.sum(0) if wants_bias else None
         grad_weight = None
-        if wants_weight and ctx.defer.open:
+        # a weight that is computed needs its gradient in this backward
+        if wants_weight and ctx.defer.open and ctx.parameter.is_leaf:
             ctx.defer.put(ctx.parameter, lambda: rows.t() @ x)
         elif wants_weight:
             grad_weight = rows.t() @ x
@@ -986,7 +989,10 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 class _Deferred(torch.autograd.Function):
-    """Take a parameter. Backward computes a product, which is its gradient."""
+    """Take a parameter. Backward computes a product, which is the parameter's gradient.
+
+    The result serves only as a place where backward() begins.
+    """
 
     @staticmethod
     def forward(ctx, parameter, product):
@@ -1001,7 +1007,7 @@ class _Deferred(torch.autograd.Function):
 
 def _add_products(products):
     """Compute the products in one backward, so that a parameter's hooks run once."""
-    # autograd begins with the last node that was made
+    # autograd begins with the last node that was made, so products run in the order of put()
     roots = [_Deferred.apply(*products.pop()) for _ in list(products)]
     torch.autograd.backward(roots)
 
@@ -1052,6 +1058,7 @@ def _demonstrate():
             pipeline.step(inputs, targets)
         pairs = zip(stage.parameters(), expected)
         error = max((parameter.grad - grad).abs().max().item() for parameter, grad in pairs)
+        error = max(gather_objects(error))  # of all ranks
         claimed = pipeline_bytes(rank, world_size, m, inputs.nbytes // m)
         if rank == 0:
             print(name)

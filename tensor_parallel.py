@@ -93,7 +93,8 @@ def split_mlp(x, up, down, group=None):
 #
 # With sequence parallelism a product either needs every rank's chunk of X, or is summed over the
 # ranks into chunks of Z. While one large chunk is computed, another travels directly between its
-# owner and this rank. All messages are posted first. The tables show the order of use for P = 4.
+# owner and this rank. On the left all messages are posted first, on the right each one as soon as
+# its summand is computed. The tables show the order of use for P = 4.
 #
 #             gather_and_multiply(): rank r multiplies      multiply_and_scatter(): rank r computes
 #             chunk r - s, while (r - s - 1) arrives        chunk r + s + 1 and sends it (->)
@@ -209,7 +210,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         parameter, group, split, store = ctx.arguments
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        is_deferred = store.open and not parameter._backward_hooks  # hooks need dW now
+        is_deferred = store.open and is_plain_leaf(parameter)
         dx = dweight = dbias = wait_for_x = None
         if wants_weight and not is_deferred:
             wait_for_x = begin_gather(x, split, group, async_op=True)
@@ -264,18 +265,30 @@ class _RowLinear(torch.autograd.Function):
             if wants_x:
                 dx = dy @ weight.to(dy.dtype)
         weight_gradient = partial(_weight_gradient, parameter, dy, x, store)
-        if wants_weight and store.open and not parameter._backward_hooks:
+        if wants_weight and store.open and is_plain_leaf(parameter):
             store.put(parameter, weight_gradient)
         elif wants_weight:
             dweight = weight_gradient()
         return dx, dweight, None, None, None
 
 
+def is_plain_leaf(weight):
+    """Return whether nothing but .grad uses the weight's gradient.
+
+    A hook, or the graph that has computed the weight, needs dW itself, and during this backward.
+    """
+    return weight.is_leaf and not weight._backward_hooks
+
+
 def _weight_gradient(weight, dy, x, store):
-    """Return dW = dy^T @ x or, if dW has been added to .grad, None. See WeightGradStore."""
+    """Return what autograd needs: dW = dy^T @ x, or None if dW has been added to .grad.
+
+    A weight may lend memory: lend_gradient() returns (memory, whether it holds a sum so far). Then
+    the result is this memory, with dW or the sum so far plus dW in it. See WeightGradStore.
+    """
     a = dy.reshape(-1, dy.shape[-1]).t()
     b = x.reshape(-1, x.shape[-1])
-    if weight._backward_hooks or not weight.is_leaf:
+    if not is_plain_leaf(weight):
         return a @ b
     lend = getattr(weight, "lend_gradient", None)
     place = lend() if lend and store.lends else None
@@ -292,7 +305,7 @@ def _weight_gradient(weight, dy, x, store):
 def _accept_lent(weight):
     """Let autograd accept the weight's gradient in the dtype in which memory for it is lent."""
     dtype = getattr(weight, "lent_dtype", None) or weight.dtype
-    if dtype != weight.dtype == weight.grad_dtype and dtype.itemsize > weight.itemsize:
+    if dtype.itemsize > weight.itemsize and weight.grad_dtype == weight.dtype:
         weight.grad_dtype = dtype
 
 
@@ -303,12 +316,13 @@ def _multiply_into(total, a, b, beta):
     elif a.is_cuda and a.itemsize == 2 and total.dtype == torch.float32:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     elif beta == 0:
-        total.copy_(a @ b)
+        total.copy_(a @ b)  # here, and below, a 16-bit product is rounded first
     else:
-        total.add_(a @ b)  # here a 16-bit product is rounded first
+        total.add_(a @ b)
 
 
-# a WeightGradStore that is always closed
+# A WeightGradStore that does nothing. open: it takes deferred products; lends: dW is written into
+# memory that the weight lends; adds: dW is added to .grad.
 NO_STORE = SimpleNamespace(open=False, lends=False, adds=False)
 
 
@@ -318,7 +332,7 @@ def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=F
     sequence_parallel: whether x is this rank's chunk of X, along dim 0.
     defer: a pipeline's WeightGradStore (see pipeline.py). While it is open, backward gives it a
         function that computes dW. While its `lends` or `adds` is true, backward saves passes over
-        dW: see there. None of this applies to a weight with tensor hooks.
+        dW: see there. None of this applies to a weight with tensor hooks, or one that is computed.
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
     x = autocasted(x)  # cast before x is saved and sent
@@ -465,7 +479,7 @@ def mark_sum_over_tp(module):
 
     A parameter with elements for each head or column is not copied but split: use set_shard(). The
     sum of a gradient that is already complete is P times too large on all ranks, so do not mark
-    what needs no mark. check_gradients_over_tp() finds what is neither marked nor split but should.
+    what needs no mark. check_gradients_over_tp() finds what should be marked or split and is not.
     """
     for layer in module.modules():
         layer.sums_over_tp = tuple(name for name, _ in layer.named_parameters(recurse=False))
@@ -625,12 +639,17 @@ class VocabParallelEmbedding(nn.Module):
     A rank looks up the tokens of its part, takes zeros for all others, and the results are summed.
     P need not divide V. A token outside the vocabulary gives NaN, since an error would make the
     host wait for the device. Types: the weight V -> I, with sequence_parallel V -> V.
+
+    Raises ValueError if there are fewer rows than ranks.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         self.num_embeddings = num_embeddings
+        P = dist.get_world_size(group)
+        if num_embeddings < P:
+            raise ValueError(f"{num_embeddings=} is less than tp={P}: a rank would have no rows")
         shard = Shard(0, (num_embeddings,), group)
         set_shard(self, "weight", torch.randn(num_embeddings, embedding_dim), shard)
         self.start, _ = shard.runs()[0]
@@ -716,6 +735,7 @@ def vocab_parallel_cross_entropy(
     Types: logits V -> losses I, so all ranks must use all losses identically.
     inplace: whether forward writes the gradient of the logits, in their dtype, over the logits. No
         other loss can then use the logits. If not, the gradient takes N V_r elements of its own.
+        In 16 bits forward also has N V_r fp32 numbers for a time, either way.
     label_smoothing: as in F.cross_entropy(), over the whole vocabulary.
     Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
     NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group, 5 N
@@ -894,10 +914,12 @@ def views_in_whole(parameter, tensor, shard=None):
     """
     shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
     begin = getattr(parameter, "offset", 0)
+    rest = tensor.detach().view(-1)
+    if not shape:  # a single number
+        return shape, {(): part.view(()) for part in rest}
     dim, runs, total = 0, [(0, shape[0])], shape[0]
     if shard is not None:
         dim, runs, total = shard.dim, shard.runs(), sum(shard.blocks)
-    rest = tensor.detach().view(-1)
     views = {}
     for row, rows in runs:  # only dim 0 has several runs, which are adjacent in this rank's part
         sizes = (*shape[:dim], rows, *shape[dim + 1 :])

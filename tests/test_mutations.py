@@ -179,7 +179,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "a deferred W is never computed | 2 | --pp 2 --schedule zb-h1":
         put(pipeline.WeightGradStore, "put",
             lambda right: lambda self, weight, product:
-                right(self, weight, (lambda: 0 * product()) if weight.ndim == 2 else product)),
+                right(self, weight, (lambda: 0 * weight) if weight.ndim == 2 else product)),
     "a weight that is used twice counts three times | 2 | --pp 2 --schedule zb-h1":
         put(pipeline.WeightGradStore, "put",
             lambda right: lambda *a: [right(*a) for _ in range(2 if a[1].ndim == 2 else 1)]),

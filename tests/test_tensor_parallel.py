@@ -19,7 +19,7 @@ import reference_gpt
 import tensor_parallel
 from collectives import count_bytes, gather_objects, observe, rank_and_size
 from gpu_counts import batches, waits
-from pipeline import SCHEDULES, Pipeline, WeightGradStore
+from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
 from ranks import least_bytes, on_ranks
 from replicas import assert_close, demonstration, interleaved_group
 from sequence_parallel import recompute
@@ -28,7 +28,7 @@ from tensor_parallel import (
     ShardedRandomState, VocabParallelEmbedding, alexnet_bytes, attention, boxes_between,
     check_gradients_over_tp, column_linear, column_parallel_linear, mark_sum_over_tp,
     parameters_to_sum_over_tp, row_linear, set_shard, shards_of, split_mlp, sum_gradients_over_tp,
-    tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
+    tensor_parallel_layer_bytes, views_in_whole, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
 
@@ -205,6 +205,21 @@ def test_earlier_microbatches_add_to_the_gradient_in_place_unless_it_is_hooked(n
     assert_close(layer.weight.grad, expected)
     if hooked:
         assert_close(sum(seen), expected)
+
+
+@pytest.mark.parametrize("make", [ColumnParallelLinear, RowParallelLinear, DeferredLinear])
+@on_ranks(1)
+def test_w_does_not_come_too_late_for_a_weight_that_is_computed(make):
+    torch.set_default_dtype(torch.float64)
+    store = WeightGradStore()
+    layer = torch.nn.utils.parametrizations.weight_norm(make(4, 3, defer=store))
+    x, target = torch.randn(8, 5, 4), torch.randn(8, 5, 3)
+    loss_fn = lambda y, target: (y - target).square().sum()
+    own = [*layer.parameters()]
+    expected = torch.autograd.grad(loss_fn(layer(x), target), own)
+    Pipeline(layer, SCHEDULES["zb-h1"](1, 4), loss_fn, shape=(), defer=store).step(x, target)
+    for parameter, gradient in zip(own, expected, strict=True):
+        assert_close(parameter.grad, gradient)
 
 
 @on_ranks(2)
@@ -483,6 +498,14 @@ def test_a_range_of_a_flattened_matrix_is_cut_into_at_most_three_boxes():
     assert list(boxes_between((4, 2), 1, 7)) == expected
 
 
+def test_a_single_number_is_saved_by_the_rank_that_has_it():
+    number = nn.Parameter(torch.tensor(2.0))
+    assert views_in_whole(number, number) == ((), {(): number})
+    piece = nn.Parameter(torch.empty(0))  # of a rank whose shard lacks it
+    piece.whole_shape, piece.offset = (), 1
+    assert views_in_whole(piece, piece) == ((), {})
+
+
 # ---- vocabulary ----------------------------------------------------------------------------------
 
 
@@ -597,6 +620,12 @@ def test_ranks_compare_their_columns_once_for_each_size_of_a_part():
         return traffic.bytes("all_gather_single") > 0
 
     assert [compared(V) for V in (7, 8, 7, 10, 8, 11)] == [True, False, False, True, False, False]
+
+
+@on_ranks(3)
+def test_a_vocabulary_with_fewer_rows_than_ranks_is_refused():
+    with pytest.raises(ValueError, match="num_embeddings=2 is less than tp=3"):
+        VocabParallelEmbedding(2, 4)
 
 
 @on_ranks(1, 3)

@@ -345,6 +345,29 @@ def test_the_short_form_of_stage_1_takes_the_step_of_one_process():
 
 
 @on_ranks(1, 3)
+def test_the_short_form_of_stage_2_frees_the_gradients_of_a_unit_before_the_next_ones_exist():
+    (rank, P), net, alone = rank_and_size(), stack(), stack()
+    alone.load_state_dict(net.state_dict())
+    kept = []
+    for parameter in net.parameters():
+        count = lambda _: kept.append(sum(p.grad is not None for p in net.parameters()))
+        parameter.register_post_accumulate_grad_hook(count)
+    own = [zero.ShardedGradients([*unit.parameters()]) for unit in net.blocks]
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (sum(mean_square(alone, torch.ones(2, 96) + r) for r in range(P)) / P).backward()
+        optimizer.step()
+        with least_bytes(), count_bytes() as traffic:
+            mean_square(net, torch.ones(2, 96) + rank).backward()
+            for gradients in own:
+                gradients.step(lambda weights, gradient: weights.sub_(0.1 * gradient))
+        assert traffic.bytes() == zero_bytes(2, 4 * 96 * 96 * 4, P)
+    assert kept == [1] * 8
+    assert_close(net.state_dict(), alone.state_dict(), 1e-5)
+
+
+@on_ranks(1, 3)
 def test_the_short_form_of_stage_3_has_the_gradients_of_one_process_and_the_papers_bytes():
     (rank, P), net = rank_and_size(), stack()
     x = torch.ones(2, 96) + rank
