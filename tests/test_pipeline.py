@@ -125,8 +125,10 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     small = lambda a: f"{a.kind.lower() if a.chunk else a.kind}{a.microbatch}"
     for name, kind in SCHEDULES.items():
         rows = re.findall(r"rank \d   ((?:[FBIWfbiw]\d ?)+)", kind.make.__doc__)
-        if rows or name not in ("naive", "gpipe"):
-            p, m = map(int, re.search(r"p = (\d+), m = (\d+)", kind.make.__doc__).groups())
+        sizes = re.search(r"p = (\d+), m = (\d+)", kind.make.__doc__)
+        assert sizes and rows or name in ("naive", "gpipe"), f"{name}'s docstring has no drawing"
+        if sizes:
+            p, m = map(int, sizes.groups())
             told = [" ".join(map(small, actions)) for actions in kind(p, m)]
             assert [row.strip() for row in rows] == told, name
     pairs = zip(draw(gpipe(3, 5)).splitlines(), draw(one_f_one_b(3, 5)).splitlines())
