@@ -200,8 +200,8 @@ class GradientSum:
     All ranks call start() in the same order, mostly while backward runs, and then wait() once for
     each start, in that order. The gradients are already divided by the divisor. A bucket
     passes the same tensor in every round, so an object can keep state by it, such as an error that
-    a compression has left. PyTorch's register_comm_hook() takes one function instead, which divides
-    by itself and returns a Future of the result.
+    a compression has left. No checkpoint holds this state. PyTorch's register_comm_hook() takes one
+    function instead, which divides by itself and returns a Future of the result.
     """
 
     def start(self, flat, group):

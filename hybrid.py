@@ -82,6 +82,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint import metadata, planner
+from torch.utils._pytree import tree_leaves
 
 from collectives import (
     ReduceOp, all_reduce, barrier, broadcast, gather_objects, rank_and_size,
@@ -107,6 +108,7 @@ from zero import AdamW, FullyShardedDataParallel
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
 }  # fmt: skip
+WITH_CHUNKS = " or ".join(name for name, kind in SCHEDULES.items() if kind.v is None)
 IGNORE_INDEX = -100  # a target that does not count
 GARBAGE_EVERY = 50  # steps between Python's collections of garbage
 
@@ -445,6 +447,7 @@ class Trainer:
                     self.mixtures[int(i) // args.moe_every] = layer.mlp
         self.stages = wrap(args, self.homes, self.chunks, self.placements)
         self.optimizer = make_optimizer(args, self.parameters())
+        self.optimizer_options = [dict(group) for group in self.optimizer.param_groups]
         require_elementwise(args, self.optimizer)
         rows = args.batch_size // (args.dp * args.microbatches)
         shape = len(self.chunks[0].positions), rows, args.hidden  # of a microbatch's activations
@@ -1990,12 +1993,14 @@ def optimizer_state(trainer):
     """Return what run.json says of the optimizer: its class, the names of its tensors, its numbers.
 
     Raises ValueError if checkpoints cannot hold its state, which must consist of tensors with their
-    weight's shape and of numbers that are the same for all weights.
+    weight's shape and of numbers that are the same for all weights, and must be in its .state.
     """
     optimizer = trainer.optimizer
     title = type(optimizer).__name__
     names = tensor_names(optimizer)
     need("model" not in names, f"{title}'s state has the name 'model', which is that of weights")
+    elsewhere = ", ".join(kept_elsewhere(trainer))
+    need(not elsewhere, f"{title} keeps {elsewhere} outside of its state, which alone is saved")
     numbers = {}
     for weight, state in optimizer.state.items():
         for name in [name for name in state if name not in names and state[name] is not None]:
@@ -2012,6 +2017,29 @@ def optimizer_state(trainer):
         need(min(values) == max(values), fault)
         numbers[name] = values[0]
     return {"class": title, "tensors": names, "numbers": numbers}
+
+
+def kept_elsewhere(trainer):
+    """Return the names of what the optimizer keeps from step to step outside of its .state.
+
+    That is an attribute with tensors of a weight's shape or with another optimizer, or an option of
+    a group that its steps have changed. The learning rate is the trainer's.
+    """
+    optimizer = trainer.optimizer
+    weights = set(trainer.parameters())
+    shapes = {weight.shape for weight in weights}
+
+    def is_state(value):
+        if isinstance(value, torch.optim.Optimizer):
+            return value.state is not optimizer.state
+        return torch.is_tensor(value) and value.shape in shapes and value not in weights
+
+    attributes = vars(optimizer).keys() - {"state", "param_groups"}
+    names = {name for name in attributes if any(map(is_state, tree_leaves(vars(optimizer)[name])))}
+    for group, options in zip(optimizer.param_groups, trainer.optimizer_options):
+        own = group.keys() - {"params", "lr", "shards"}
+        names |= {name for name in own if group[name] is not options.get(name)}
+    return sorted(names)
 
 
 def create_optimizer_state(trainer, saved):
@@ -2111,7 +2139,7 @@ def record_of(trainer):
     prefix = f"--checkpoint {trainer.args.checkpoint}: "
     own = on_all_ranks(optimizer_state, trainer, prefix=prefix, status=1)
     record = flags_of(trainer.args) | {"data_digest": trainer.data_digest}
-    return record | {"optimizer": own}
+    return record | {"optimizer_state": own}
 
 
 @torch.no_grad()
@@ -2244,7 +2272,7 @@ def resume(trainer, folder):
     if trainer.steps_done:  # before the first step there are no moments
         adam = {"class": "AdamW", "tensors": ["exp_avg", "exp_avg_sq"]}  # as older runs had
         adam |= {"numbers": {"step": float(trainer.steps_done)}}
-        saved = run.setdefault("optimizer", adam)
+        saved = run.setdefault("optimizer_state", run.get("optimizer", adam))
         on_all_ranks(create_optimizer_state, trainer, saved, prefix=f"--checkpoint {path}: ")
     for chunk in range(len(trainer.chunks)):  # since embedding and head have one name
         load = lambda: dcp.load(state_of(trainer, chunk), checkpoint_id=path)
@@ -2343,8 +2371,8 @@ def differences(trainer, run):
         source, theirs = (path or "(default)" for path in (args.data, run.get("data")))
         found.append(f"other data, --data {source} (was {theirs})")
     optimizer = type(trainer.optimizer).__name__
-    if run["optimizer"]["class"] != optimizer:
-        found.append(f"the optimizer {optimizer} (was {run['optimizer']['class']})")
+    if run["optimizer_state"]["class"] != optimizer:
+        found.append(f"the optimizer {optimizer} (was {run['optimizer_state']['class']})")
     for name in DETERMINE:
         own = getattr(args, name)
         if run.get(name, own) != own:
@@ -2629,7 +2657,8 @@ class Args(GPTConfig):
                           needs="--cp > 1")  # fmt: skip
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES,
                          needs="--pp > 1", neutral="1f1b")  # fmt: skip
-    chunks: int = flag(2, "pipeline stages on each rank", needs="--schedule interleaved", neutral=1)
+    chunks: int = flag(2, "pipeline stages on each rank", needs=f"--schedule {WITH_CHUNKS}",
+                       neutral=1)  # fmt: skip
     microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)")
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread",
                    needs="--experts", neutral=1)  # fmt: skip
@@ -2834,7 +2863,7 @@ def is_met(args, needs):
     name, _, wanted = flags.partition(" ")
     value = getattr(args, name.replace("-", "_"))
     if wanted:
-        return value in wanted.split(" or ")
+        return str(value) in wanted.split(" or ")
     return bool(value)
 
 

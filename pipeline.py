@@ -240,7 +240,8 @@ class Schedule(list):
 # ---- schedules -----------------------------------------------------------------------------------
 #
 # p = num_stages is the number of ranks, even if a rank has several stages, called chunks; m is
-# num_microbatches. The table SCHEDULES, below these functions, says what each schedule costs.
+# num_microbatches. The table SCHEDULES, below these functions, says what each schedule costs, and
+# gives it the name by which the command and hybrid.py know it.
 
 
 def _actions(letters, *microbatches):

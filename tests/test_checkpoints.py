@@ -221,6 +221,38 @@ class Factors(Signs):
             self.state[weight] = {"factor": weight.new_zeros(2, 3)}
 
 
+class Hidden(Signs):
+    """An optimizer whose mean is not in its state."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.means = {}
+
+    @torch.no_grad()
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            self.means.setdefault(weight, torch.zeros_like(weight)).lerp_(weight.grad, 0.1)
+
+
+class Nested(Signs):
+    """An optimizer that leaves its steps to another one."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.inner = [torch.optim.AdamW(self.param_groups, lr)]
+
+    def step(self):
+        self.inner[0].step()
+
+
+class Counting(Signs):
+    """An optimizer that counts its steps in its groups, as Apex does."""
+
+    def step(self):
+        super().step()
+        self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
+
+
 OPTIMIZERS = {
     "sgd": lambda groups, lr: torch.optim.SGD(groups, lr, momentum=0.9),
     "plain sgd": torch.optim.SGD,
@@ -232,6 +264,9 @@ OPTIMIZERS = {
     "undeclared": Undeclared,
     "factors": Factors,
     "muon": lambda groups, lr: torch.optim.Muon([p for p in groups if p.ndim == 2], lr),
+    "hidden": Hidden,
+    "nested": Nested,
+    "counting": Counting,
 }
 
 
@@ -242,7 +277,8 @@ def _with_optimizer(name, flags, folder, printed=None):
         return _end(flags, folder, printed=printed)
 
 
-OTHERS = [*OPTIMIZERS][:-3]
+REFUSED = {"undeclared", "factors", "muon", "hidden", "nested", "counting"}
+OTHERS = [name for name in OPTIMIZERS if name not in REFUSED]
 
 
 @pytest.mark.parametrize("name", soak_but(lambda *_: False, [[name] for name in OTHERS]))
@@ -274,6 +310,10 @@ def test_an_optimizer_that_layout_or_checkpoints_do_not_allow_is_refused(tmp_pat
             assert status == 2 and line.startswith(f"{cut} cuts matrices, which {name.title()} may")
     status, line = _with_optimizer("factors", "--zero 0", folder)
     assert status == 1 and "\n" not in line and "Factors's state factor, [2, 3], is neither" in line
+    for name, kept in ("hidden", "means"), ("nested", "inner"), ("counting", "step"):
+        status, line = _with_optimizer(name, "--zero 0", folder)
+        told = f"{name.title()} keeps {kept} outside of its state, which alone is saved"
+        assert status == 1 and line.endswith(told)
     assert _complete(folder) == []
     assert _with_optimizer("undeclared", "--zero 0", folder) is None  # nothing is cut
     status, line = _end("--steps 6", folder)
@@ -770,6 +810,26 @@ def test_flags_of_the_model_that_an_older_checkpoint_lacks_have_their_defaults(t
     assert _end("--steps 6 --kv-heads 8", tmp_path / "other") is None
     _without(tmp_path / "other/step_00000006/run.json", "kv_heads", *hybrid.DETERMINE)
     assert _end("--steps 7 --kv-heads 8", tmp_path / "other") is None
+
+
+@on_ranks(1)
+def test_no_flag_has_the_name_of_another_entry_of_run_json_and_older_names_are_read(tmp_path):
+    folder = tmp_path / "own"
+    _train("", folder)
+    path = folder / "step_00000004" / "run.json"
+    run = json.loads(path.read_bytes())
+    others = {"data_digest", "optimizer_state", "sha256", "checksum"}
+    assert {*run} - {flag.name for flag in hybrid.FLAGS} == others
+    run["optimizer"] = run["optimizer_state"]
+    path.write_text(json.dumps(run))
+    _without(path, "optimizer_state")
+    assert _end("--steps 6", folder) is None
+    run["optimizer"]["class"] = "Other"
+    path.write_text(json.dumps(run))
+    _without(path, "optimizer_state")
+    printed = io.StringIO()
+    assert _end("--steps 6 --resume-step 4", folder, printed=printed) is None
+    assert "the optimizer AdamW (was Other)" in printed.getvalue()
 
 
 def _continues(flags, folder, replaced_text=None):

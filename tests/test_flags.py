@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import hybrid
 from collectives import observe
+from pipeline import SCHEDULES
 from ranks import PROJECT, run, torchrun
 
 # ---- every flag ----------------------------------------------------------------------------------
@@ -105,6 +106,21 @@ def test_a_flag_is_refused_without_what_it_needs(typed, needed, _):
         with pytest.raises(ValueError) as error:
             hybrid.parse(f"{OFF.get(NEEDS[name], '')} {typed}".split(), 1)
         assert str(error.value) == f"{typed} needs {NEEDS[name]}"
+
+
+def test_a_flag_may_need_a_number():
+    args = hybrid.parse("--zero 0 --pp 2".split(), 4)
+    assert hybrid.is_met(args, "--zero 0 or 2") and not hybrid.is_met(args, "--zero 1")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_chunks_is_accepted_with_the_schedules_whose_caller_chooses_them(name):
+    flags = f"--pp 2 --microbatches 4 --layers 8 --chunks 3 --schedule {name}".split()
+    if SCHEDULES[name].v is None:
+        assert hybrid.parse(flags, 2).chunks == 3
+    else:
+        with pytest.raises(ValueError, match="--chunks 3 needs --schedule interleaved"):
+            hybrid.parse(flags, 2)
 
 
 @pytest.mark.parametrize("name", NEEDS)

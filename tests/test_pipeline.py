@@ -94,13 +94,14 @@ def test_actions_have_the_same_order_as_pytorchs(name):
 
 @every_schedule
 def test_bubble_and_peak_are_those_of_the_formulas(name):
-    """interleaved() has 1 to 4 chunks, and GPipe's backwards run in both orders."""
-    variants = {"interleaved": (1, 2, 3, 4), "gpipe": (1, -1)}.get(name, (2,))
+    """If the caller chooses the chunks, there are 1 to 4. GPipe's backwards run in both orders."""
+    takes_chunks = SCHEDULES[name].v is None
+    variants = (1, 2, 3, 4) if takes_chunks else (1, -1) if name == "gpipe" else (2,)
     for (p, m), v in product(_sizes_of(name), variants):
-        schedule = interleaved(p, m, v) if name == "interleaved" else SCHEDULES[name](p, m)
+        schedule = SCHEDULES[name](p, m, *[v] * takes_chunks)
         if v == -1:
             schedule = Schedule([actions[:m] + actions[:-m - 1 : -1] for actions in schedule])
-        parts = v if name in ("interleaved", "zb-v", "dualpipe-v") else 1
+        parts = SCHEDULES[name].v or v
         for F, B, W in SPLIT_TIMES:
             timeline = simulate(schedule, F / parts, B / parts, weight=W / parts)
             claimed = bubble_time(name, p, m, F, B, W, v)
@@ -122,13 +123,14 @@ def test_bubble_and_peak_are_those_of_the_formulas(name):
 
 def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     small = lambda a: f"{a.kind.lower() if a.chunk else a.kind}{a.microbatch}"
-    for make_schedule, p, m in (
-        (one_f_one_b, 4, 6), (interleaved, 2, 4), (zb_h1, 4, 6), (zb_h2, 2, 4), (zb_v, 2, 4),
-        (dualpipe, 4, 8), (dualpipe_v, 2, 4),
-    ):
-        rows = re.findall(r"rank \d   ((?:[FBIWfbiw]\d ?)+)", make_schedule.__doc__)
-        told = [" ".join(map(small, actions)) for actions in make_schedule(p, m)]
-        assert [row.strip() for row in rows] == told
+    for name, kind in SCHEDULES.items():
+        rows = re.findall(r"rank \d   ((?:[FBIWfbiw]\d ?)+)", kind.make.__doc__)
+        sizes = re.search(r"p = (\d+), m = (\d+)", kind.make.__doc__)
+        assert sizes and rows or name in ("naive", "gpipe"), f"{name}'s docstring has no drawing"
+        if sizes:
+            p, m = map(int, sizes.groups())
+            told = [" ".join(map(small, actions)) for actions in kind(p, m)]
+            assert [row.strip() for row in rows] == told, name
     pairs = zip(draw(gpipe(3, 5)).splitlines(), draw(one_f_one_b(3, 5)).splitlines())
     drawn = [tuple(row.removeprefix(f"rank {r}  ") for row in pair) for r, pair in enumerate(pairs)]
     steps = [(verb, getattr(what, "action", what)) for verb, what in program(one_f_one_b(2, 2), 0)]

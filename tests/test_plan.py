@@ -321,7 +321,7 @@ def test_a_rank_keeps_as_many_microbatches_as_its_schedule_has_in_flight(name):
     held = lambda layers, **sizes: plan.memory_of(config(layers), Layout(**sizes))["activations"]
     kept = (held(32) - held(16)) / 16
     for p, m in itertools.product((2, 4, 6), (1, 2, 4)):
-        v = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
+        v = SCHEDULES[name].v or 2
         own = 2 if name == "dualpipe" else 1
         schedule, change = SCHEDULES[name](p, 2 * m * p), {"F": 1, "I": 0, "B": -1, "W": -1}
         held_by = lambda place: itertools.accumulate(change[of.kind] for of in schedule[place])
@@ -332,12 +332,27 @@ def test_a_rank_keeps_as_many_microbatches_as_its_schedule_has_in_flight(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+def test_the_last_stage_keeps_the_logits_of_as_many_microbatches_as_it_has_in_flight(name):
+    """A vocabulary of V more tokens adds 2 bytes for each kept logit, and 8 for those in use."""
+    V, change = 10**6, {"F": 1, "I": 0, "B": -1, "W": -1}
+    for p, m in (2, 4), (4, 8), (4, 16):
+        schedule = SCHEDULES[name](p, m)
+        layout = Layout(pp=p, microbatches=m, schedule=name, chunks=SCHEDULES[name].v or 2)
+        config = lambda size: hybrid.GPTConfig(24 * p, 64, 4, 512, size)
+        held = lambda size: plan.memory_of(config(size), layout)["activations"]
+        place, chunk = schedule.routes[0][-1]
+        of_chunk = [change[kind] for kind, _, number in schedule[place] if number == chunk]
+        kept = max(itertools.accumulate(of_chunk))
+        assert (held(2 * V) - held(V)) / (512 * V) == pytest.approx(2 * kept + 4), (p, m)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_bubble_of_a_step_agrees_with_the_simulator(name):
     """Links and memory are infinitely fast here. DualPipe's formula is an upper bound."""
     config, gpu = hybrid.GPTConfig(48, 64, 4, 32, 1), Gpu(1e-6, 80, 1e30, 1e30, 1e30, 1.0, 1.0)
     (forward, backward, weight), _ = plan.works(config, gpu, Layout())
     for p, m in itertools.product((2, 4, 6), (2, 4)):
-        v = 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1
+        v = SCHEDULES[name].v or 2
         times = [48 / p / v * time for time in (forward[0], backward[0])]
         timeline = simulate(SCHEDULES[name](p, m * p), *times, weight=48 / p / v * weight)
         layout = Layout(pp=p, microbatches=m * p, schedule=name, chunks=v)

@@ -12,6 +12,7 @@ import bench
 import claims
 import hybrid
 import plan
+from pipeline import SCHEDULES
 from ranks import PROJECT
 
 TEXT = (PROJECT / "README.md").read_text()
@@ -68,6 +69,11 @@ def test_the_recap_has_the_columns_of_the_rule_of_thumb():
     for column in ("synchronises", "memory", "sends", "batch"):
         assert column in header
     assert "gradient accumulation" in TEXT
+
+
+def test_the_number_of_schedules_is_right():
+    words = "seven eight nine ten eleven twelve".split()
+    assert f"{words[len(SCHEDULES) - 7]} schedules as data" in TEXT
 
 
 def test_every_command_names_a_file_and_has_valid_flags():

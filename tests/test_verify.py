@@ -23,14 +23,17 @@ def parsed(world_size):
         yield hybrid.parse([*verify.sizes_of(world_size), *words], world_size, per_node)
 
 
+ANOTHER_SEED = "after a new choice, another verify.SEED may draw all of them"
+
+
 def test_each_choice_is_in_some_layout_of_8_processes():
     rows = list(parsed(8))
     assert len(rows) >= 20 and rows == list(parsed(8))
     with_experts = [args for args in rows if args.experts and args.moe_every <= args.layers]
     values = lambda name, rows=rows: {getattr(args, name) for args in rows}
     for axis in ("pp", "dp", "cp", "tp"):
-        assert values(axis) == {1, 2, 4, 8}
-    assert {args.schedule for args in rows if args.pp > 1} == set(SCHEDULES)
+        assert values(axis) == {1, 2, 4, 8}, ANOTHER_SEED
+    assert {args.schedule for args in rows if args.pp > 1} == set(SCHEDULES), ANOTHER_SEED
     assert {args.cp_method for args in rows if args.cp > 1} == set(hybrid.CP_METHODS)
     assert values("zero") == {0, 1, 2, 3} and values("replicate") == {1, 2}
     assert values("recompute") == {"none", "selective", "full"} and values("sp") == {False, True}

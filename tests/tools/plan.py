@@ -641,7 +641,7 @@ def mfu(plan, args):
 def line_of(plan, args):
     """Return the line of a Plan under HEADER."""
     of, reached = plan.layout, mfu(plan, args)
-    name = f"{of.schedule} {of.chunks}" if of.schedule == "interleaved" else of.schedule
+    name = f"{of.schedule} {of.chunks}" if SCHEDULES[of.schedule].v is None else of.schedule
     line = f"{of.tp:2} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
     line += f"{of.microbatches:5} x {of.batch:<4}{of.recompute:9} {plan.step:8.4g}"
     return f"{line} {reached * args.machine.tflops:7.4g} {reached:5.1%}"

@@ -137,7 +137,8 @@ def sums_of(args):
     tp, zero, shards = has["tp_group"], args.zero > 0, has["shard_group"]
     experts = any(args.has_experts(layer) for layer in range(args.layers))
     is_dualpipe = has["pp_group"] and args.schedule == "dualpipe"
-    on_one_rank = args.schedule in ("zb-v", "dualpipe", "dualpipe-v")  # first and last stage
+    routes = hybrid.schedule_of(args).routes
+    on_one_rank = {route[0][0] for route in routes} == {route[-1][0] for route in routes}
     sums = {
         "loss, pp": has["pp_group"],
         "products in forward, tp": tp and not args.sp,
