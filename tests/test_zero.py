@@ -374,6 +374,8 @@ def test_the_short_form_of_stage_3_has_the_gradients_of_one_process_and_the_pape
     loss = lambda net: sum(mean_square(net, torch.ones(2, 96) + r) for r in range(P))
     gradients = gradients_alone(net, loss)
     layouts, shards = zero.shard_units(net.blocks)
+    assert [shard.untyped_storage().nbytes() for shard in shards] == [96 * 96 * 4 // P] * 4
+    assert not any(parameter.untyped_storage().nbytes() for parameter in net.parameters())
     units = net.to("meta").blocks  # their own parameters are not read
     with least_bytes(), count_bytes() as traffic:
         zero.fsdp_forward(units, x, shards, layouts).square().mean().backward()
