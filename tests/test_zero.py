@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import tensor_parallel
 import zero
 from collectives import (
     all_reduce, all_reduce_bytes, count_bytes, gather_objects, observe, rank_and_size,
@@ -539,11 +540,27 @@ class InsideAndOutside(nn.Module):
     def __init__(self, linear):
         super().__init__()
         self.linear = linear
+        self.unused = nn.Parameter(torch.ones(4))
         self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x):
         layer = lambda x: self.linear(x, self.weight)
         return layer(checkpoint(layer, layer(x), use_reentrant=True))
+
+
+@on_ranks(1)
+def test_a_layer_that_accepts_no_loan_has_its_products_added_in_the_dtype_of_the_sum():
+    """If it wrote to a loan, autograd would round the sum to the dtype of the product."""
+    store = WeightGradStore()
+    net = nn.Linear(1, 1, bias=False)
+    net.forward = lambda x: column_parallel_linear(x, net.weight, defer=store)
+    model = FullyShardedDataParallel(net, stage=1, param_dtype=torch.bfloat16,
+                                     reduce_dtype=torch.float32)  # fmt: skip
+    with patch.object(tensor_parallel, "_accept_lent", lambda weight: None):
+        for x in (256.0, 1.0):
+            with nullcontext() if x == 1 else model.no_sync(), store.during(reduces=x == 1):
+                model(torch.full((1, 1), x)).sum().backward()
+    assert net.weight.grad.item() == 257
 
 
 @on_ranks(1)
@@ -1304,6 +1321,10 @@ def test_a_forward_that_changes_its_own_weights_is_rejected_on_every_rank(stage)
         name = "embed.weight" if how[0] in "mc" else r"blocks\.\d\.(weight|bias)"
         with pytest.raises(RuntimeError, match=f"'{name}' is sharded, and forward has changed it"):
             model(torch.arange(5))
+        if "replaced" not in how:
+            net.how = "no change"
+            model.reshard()
+            model(torch.arange(5))  # the earlier change is not held against a later forward
 
 
 WRITES = {  # ways in which scripts change a weight by hand
