@@ -718,6 +718,15 @@ def test_an_error_of_a_batch_names_the_operation_and_its_peers(one_of):
             assert str(info.value) == text
 
 
+def test_an_error_in_a_group_names_the_global_rank_that_lost_its_peer(one_of):
+    one_of(8, rank=5)
+    some = dist.new_group([0, 3, 5])
+    post = Mock(side_effect=dist.DistBackendError("NCCL communicator was aborted"))
+    lost = r"exchange in the group of ranks \[0, 3, 5\]: rank 5 lost rank 3: NCCL"
+    with as_on_nccl(post), pytest.raises(RuntimeError, match=lost):
+        exchange([(torch.ones(4), 1)], [], some)
+
+
 @on_ranks(2)
 def test_tensors_on_cpus_take_gloo_in_a_group_that_has_nccl_for_gpus():
     x = torch.ones(3)
