@@ -287,6 +287,13 @@ def test_the_plain_forms_give_the_bits_and_send_the_bytes_of_the_fast_ones():
         assert sent == expected, name
 
 
+def test_a_rank_of_a_tree_has_the_parent_and_the_children_of_its_docstring_farthest_first():
+    of_8 = {0: (None, [4, 2, 1]), 4: (0, [6, 5]), 2: (0, [3]), 6: (4, [7]), 7: (6, [])}
+    assert {rank: collectives._tree(rank, 0, 8) for rank in of_8} == of_8
+    of_7 = {2: (None, [6, 4, 3]), 6: (2, [1, 0]), 1: (6, []), 4: (2, [5])}  # the root is rank 2
+    assert {rank: collectives._tree(rank, 2, 7) for rank in of_7} == of_7
+
+
 @on_ranks(1, 2, 3, 4)
 def test_the_algorithms_of_a_root_run_plainly_and_do_what_the_calls_do():
     rank, P = rank_and_size()
@@ -1030,8 +1037,9 @@ def test_messages_of_the_user_do_not_meet_ours():
     x, incoming = torch.ones(3), torch.empty(3)
     all_reduce(x)
     all_reduce(x, async_op=True).wait()
-    exchange([(x, peer)], [(incoming, peer)])
-    assert (x == 4).all() and (incoming == 4).all()
+    for swap in (exchange, collectives.plain_exchange):
+        swap([(x, peer)], [(incoming.zero_(), peer)])
+        assert (x == 4).all() and (incoming == 4).all()
     for tag, work in enumerate(sent):
         dist.recv(incoming, peer, tag=tag)
         assert (incoming == 100 + tag).all()

@@ -222,6 +222,20 @@ def test_w_does_not_come_too_late_for_a_weight_that_is_computed(make):
         assert_close(parameter.grad, gradient)
 
 
+@on_ranks(1)
+def test_a_weight_that_is_computed_passes_on_the_gradient_of_every_microbatch():
+    """As it is no leaf, what a layer added to its .grad would not reach what it is computed from."""
+    store, factor = WeightGradStore(), torch.ones((), dtype=torch.float64, requires_grad=True)
+    whole, x = torch.randn(3, 4).double(), torch.randn(2, 5, 4).double()
+    weight = factor * whole
+    weight.retain_grad()
+    for microbatch in x:
+        with store.during():
+            y = column_parallel_linear(microbatch, weight, defer=store)
+            y.sum().backward(retain_graph=True)
+    assert_close(factor.grad, F.linear(x, whole).sum())
+
+
 @on_ranks(2)
 def test_layers_treat_autocast_and_empty_batches_as_torch_nn_does():
     for layer, width in ((ColumnParallelLinear(8, 4), 8), (RowParallelLinear(8, 4), 4)):
@@ -268,6 +282,19 @@ def test_communication_overlaps_the_products(how):
         for _, product_of in deferred:
             product_of()
     assert events == BACKWARD[how]
+
+
+@on_ranks(2)
+def test_products_are_sent_by_chunks_if_a_rank_s_chunk_of_z_has_the_bytes_of_the_bound():
+    layer = RowParallelLinear(8, 6, sequence_parallel=True)
+    x = torch.randn(4, 3, 4)  # a chunk of Z has 2 x 3 x 6 numbers of 4 bytes
+    for bound, is_by_chunks in ((144, True), (145, False)):
+        by_chunks = patch.object(
+            tensor_parallel, "multiply_and_scatter", wraps=tensor_parallel.multiply_and_scatter
+        )
+        with patch.dict(tensor_parallel.CHUNK_BYTES, cpu=bound), by_chunks as called:
+            layer(x)
+        assert called.called == is_by_chunks
 
 
 @on_ranks(3)

@@ -564,6 +564,44 @@ def test_a_layer_that_accepts_no_loan_has_its_products_added_in_the_dtype_of_the
 
 
 @on_ranks(1)
+def test_a_sum_in_16_bits_does_not_round_the_32_bit_gradients_that_are_added_to_it():
+    """256 + (1 + 2^-9) becomes 258. It would be 256 if 1 + 2^-9 became 1 first."""
+    store = WeightGradStore()
+    net = nn.Linear(1, 1, bias=False)
+    model = FullyShardedDataParallel(net, stage=1, reduce_dtype=torch.bfloat16)
+
+    def forward(x):
+        if not net.weight._backward_hooks:  # with a hook nothing is lent
+            net.weight.register_hook(lambda gradient: gradient)
+        return column_parallel_linear(x, net.weight, defer=store)
+
+    net.forward = forward
+    for x in (256.0, 1 + 2**-9):
+        with nullcontext() if x < 2 else model.no_sync():
+            model(torch.full((1, 1), x)).sum().backward()
+    assert net.weight.grad.item() == 258
+
+
+@on_ranks(1)
+def test_nothing_is_lent_outside_of_a_pipeline_so_autograd_grad_returns_one_gradient():
+    store, weights = WeightGradStore(), []
+    net = nn.Linear(4, 4, bias=False)
+    model = FullyShardedDataParallel(net, stage=1)
+
+    def forward(x):
+        weights.append(net.weight)
+        return column_parallel_linear(x, net.weight, defer=store)
+
+    net.forward = forward
+    with model.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+        (gradient,) = torch.autograd.grad(model(torch.ones(1, 4)).sum(), weights[-1])
+    assert gradient.eq(1).all()
+    model(torch.ones(1, 4)).sum().backward()
+    assert net.weight.grad.eq(2).all()
+
+
+@on_ranks(1)
 def test_a_part_that_is_lent_to_one_backward_is_refused_to_another_inside_it():
     store = WeightGradStore()
     model = FullyShardedDataParallel(
