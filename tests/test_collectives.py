@@ -682,6 +682,10 @@ def test_an_all_reduce_needs_eight_chunks_of_2_mb_or_up_to_twice_its_tensor():
         with Peak() as peak:
             all_reduce(x, algorithm=algorithm)
         assert peak.bytes - x.nbytes == megabytes << 20, algorithm
+    x = torch.zeros(2 << 20)  # a single segment
+    with Peak() as peak:
+        all_reduce(x, algorithm="ring")
+    assert peak.bytes - x.nbytes == 4 << 20
 
 
 def test_a_stream_keeps_its_tensors_though_nothing_keeps_or_awaits_the_work(one_of):
