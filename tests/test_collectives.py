@@ -537,7 +537,7 @@ CHOICES = [  # P, ranks per node, on NCCL; (bytes, choice) for an all-reduce, an
     (2, 2, False, [(1, "doubling"), (2 * M - 1, "doubling"), (2 * M, "ring")], [(2 * M, "ring")]),
     (4, 4, False, [(M // 2, "doubling"), (M, "halving"), (2 * M, "ring")], [(1, "halving")]),
     (6, 6, False, [(M // 4, "doubling"), (M, "ring")], [(1, "direct"), (2 * M, "ring")]),
-    (4, 2, False, [(1, "doubling"), (16 * M, "nodes")], [(16 * M, "nodes")]),
+    (4, 2, False, [(M // 64, "doubling"), (M // 16, "nodes"), (G, "nodes")], [(16 * M, "nodes")]),
 ]
 NAMES = {"doubling": "recursive_doubling", "halving": "halving_doubling", "nodes": "hierarchical"}
 
@@ -791,6 +791,8 @@ def test_only_groups_that_are_set_use_the_backends_collectives_whose_bytes_do_no
         exchange([(x, peer)], [(torch.empty(4), peer)], group, async_op=True).wait()
         assert not theirs.called and traffic.bytes() == 32
         assert traffic.bytes("exchange") == traffic.bytes(group=dist.group.WORLD) == 16
+        collectives.plain_exchange([(x, peer)], [(torch.empty(4), peer)], group)
+        assert traffic.bytes("plain_exchange") == 16
         reduce(x, group=group)  # which is never the backend's
         with pytest.raises(RuntimeError, match="the backend's own all_reduce"):
             all_reduce(x, group=group)
