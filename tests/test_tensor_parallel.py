@@ -222,20 +222,6 @@ def test_w_does_not_come_too_late_for_a_weight_that_is_computed(make):
         assert_close(parameter.grad, gradient)
 
 
-@on_ranks(1)
-def test_a_weight_that_is_computed_passes_on_the_gradient_of_every_microbatch():
-    """As it is no leaf, what a layer added to its .grad would not reach what it is computed from."""
-    store, factor = WeightGradStore(), torch.ones((), dtype=torch.float64, requires_grad=True)
-    whole, x = torch.randn(3, 4).double(), torch.randn(2, 5, 4).double()
-    weight = factor * whole
-    weight.retain_grad()
-    for microbatch in x:
-        with store.during():
-            y = column_parallel_linear(microbatch, weight, defer=store)
-            y.sum().backward(retain_graph=True)
-    assert_close(factor.grad, F.linear(x, whole).sum())
-
-
 @on_ranks(2)
 def test_layers_treat_autocast_and_empty_batches_as_torch_nn_does():
     for layer, width in ((ColumnParallelLinear(8, 4), 8), (RowParallelLinear(8, 4), 4)):
