@@ -271,6 +271,23 @@ def test_the_cost_of_the_head_counts_when_layers_are_divided_into_stages():
     assert sizes(4, "dualpipe", **gpt2, vocab_size=50304) == [4, 4, 4, 0]
 
 
+EXPERTS = "--dp 2 --ep 2 --experts 4 --top-k 2 --hidden 256 --heads 4 --seq-len 512 --batch-size 4"
+
+
+@pytest.mark.parametrize(
+    "more, parts",
+    [
+        ("", 2),  # 1024 tokens of 2 experts and 256 numbers of 4 bytes are 2 MiB for 2 ranks
+        *((flags, 1) for flags in ("--seq-len 511", "--dtype bf16", "--top-k 1", "--ep 1")),
+        ("--microbatches 2", 1),
+        ("--microbatches 2 --seq-len 1024", 2),
+    ],
+)
+def test_a_layer_of_experts_has_two_parts_if_a_rank_sends_each_other_one_a_mebibyte(more, parts):
+    args = hybrid.parse(f"{EXPERTS} {more}".split(), 2)
+    assert hybrid.parts_of_experts(args) == parts
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @on_ranks(2)
 def test_the_schedule_is_the_one_asked_for(name):
