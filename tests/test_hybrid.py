@@ -81,7 +81,7 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
     joined = set()
     with observe(lambda event, operation, *_: joined.add(operation.group)):
         groups = hybrid.plain_groups(pp, dp, tp)
-    assert joined == set(groups.values())  # on NCCL all ranks take part in a group's first operation
+    assert joined == set(groups.values())  # on NCCL a group's first operation needs all ranks
     (pp_rank, _), (dp_rank, _), (tp_rank, _) = map(hybrid.rank_and_size, groups.values())
     assert dist.get_rank() == (pp_rank * dp + dp_rank) * tp + tp_rank
     stage = hybrid.PlainStage(whole, D // heads, groups)

@@ -448,7 +448,8 @@ def test_a_layout_that_needs_a_sum_is_wrong_without_it(world_size, names):
 # ---- the errors that demonstrations print --------------------------------------------------------
 
 WRONG = {  # {a module: patch with which its demonstration computes something else}
-    collectives: put(collectives, "all_reduce", lambda right: lambda x, **how: right(x.add_(1), **how)),
+    collectives: put(collectives, "all_reduce",
+                     lambda right: lambda x, **how: right(x.add_(1), **how)),
     ddp: put(ddp, "DistributedDataParallel",
              lambda right: partial(right, gradient_divide_factor=1)),
     zero: put(zero, "reduce_scatter_single",

@@ -205,8 +205,9 @@ def test_a_line_says_how_much_leaves_a_node_of_8_gpus(capsys):
     assert rehearse.main(f"--gpus 16 --pp 2 --dp 4 --tp 2 {SIZES}".split()) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "between" in line]
     sent = {line[0].rstrip(","): (line[3], line[line.index("between") - 1]) for line in lines}
-    assert sent.keys() == {"tp", "pp", "dp"} and "0.000" not in [whole for whole, _ in sent.values()]
-    assert {axis: far for axis, (_, far) in sent.items() if far != "0.000"} == {"pp": sent["pp"][0]}
+    assert sent.keys() == {"tp", "pp", "dp"} and all(whole != "0.000" for whole, _ in sent.values())
+    far = {axis: beyond for axis, (_, beyond) in sent.items()}
+    assert far == {"tp": "0.000", "pp": sent["pp"][0], "dp": "0.000"}
 
 
 # ---- the command line ----------------------------------------------------------------------------

@@ -80,8 +80,8 @@ def _assert_apart(events):
 
 
 def test_of_spans_that_begin_together_the_longer_one_is_in_the_upper_row():
-    wait, action = (5, 6, "wait for tp", {}), (5, 9, "F0", {})
-    rows = {event["name"]: event["tid"] for event in trace.events_of(0, {"compute": [wait, action]})}
+    spans = [(5, 6, "wait for tp", {}), (5, 9, "F0", {})]
+    rows = {event["name"]: event["tid"] for event in trace.events_of(0, {"compute": spans})}
     assert rows == {"F0": "compute", "wait for tp": "compute 1"}
 
 
