@@ -940,15 +940,15 @@ class WeightGradStore:
     @contextmanager
     def during(self, products=None, reduces=False):
         """Open the store with a list for put(); None keeps it closed. reduces: see perform()."""
-        before = dict(vars(self))
         self.products = products
         self.lends = True
         self.adds = not reduces
         try:
             yield
         finally:
-            vars(self).clear()
-            vars(self).update(before)
+            self.products = None
+            self.lends = False
+            self.adds = False
 
 
 class DeferredLinear(nn.Linear):

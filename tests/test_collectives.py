@@ -287,6 +287,13 @@ def test_the_plain_forms_give_the_bits_and_send_the_bytes_of_the_fast_ones():
         assert sent == expected, name
 
 
+def test_a_rank_of_a_tree_has_the_parent_and_the_children_of_its_docstring_farthest_first():
+    of_8 = {0: (None, [4, 2, 1]), 4: (0, [6, 5]), 2: (0, [3]), 6: (4, [7]), 7: (6, [])}
+    assert {rank: collectives._tree(rank, 0, 8) for rank in of_8} == of_8
+    of_7 = {2: (None, [6, 4, 3]), 6: (2, [1, 0]), 1: (6, []), 4: (2, [5])}  # the root is rank 2
+    assert {rank: collectives._tree(rank, 2, 7) for rank in of_7} == of_7
+
+
 @on_ranks(1, 2, 3, 4)
 def test_the_algorithms_of_a_root_run_plainly_and_do_what_the_calls_do():
     rank, P = rank_and_size()
@@ -530,7 +537,7 @@ CHOICES = [  # P, ranks per node, on NCCL; (bytes, choice) for an all-reduce, an
     (2, 2, False, [(1, "doubling"), (2 * M - 1, "doubling"), (2 * M, "ring")], [(2 * M, "ring")]),
     (4, 4, False, [(M // 2, "doubling"), (M, "halving"), (2 * M, "ring")], [(1, "halving")]),
     (6, 6, False, [(M // 4, "doubling"), (M, "ring")], [(1, "direct"), (2 * M, "ring")]),
-    (4, 2, False, [(1, "doubling"), (16 * M, "nodes")], [(16 * M, "nodes")]),
+    (4, 2, False, [(M // 64, "doubling"), (M // 16, "nodes"), (G, "nodes")], [(16 * M, "nodes")]),
 ]
 NAMES = {"doubling": "recursive_doubling", "halving": "halving_doubling", "nodes": "hierarchical"}
 
@@ -675,6 +682,10 @@ def test_an_all_reduce_needs_eight_chunks_of_2_mb_or_up_to_twice_its_tensor():
         with Peak() as peak:
             all_reduce(x, algorithm=algorithm)
         assert peak.bytes - x.nbytes == megabytes << 20, algorithm
+    x = torch.zeros(2 << 20)  # a single segment
+    with Peak() as peak:
+        all_reduce(x, algorithm="ring")
+    assert peak.bytes - x.nbytes == 4 << 20
 
 
 def test_a_stream_keeps_its_tensors_though_nothing_keeps_or_awaits_the_work(one_of):
@@ -716,6 +727,15 @@ def test_an_error_of_a_batch_names_the_operation_and_its_peers(one_of):
                 send()
             text = f"{operation} in the group of ranks {ranks}: rank 0 lost rank {peers}: {lost}"
             assert str(info.value) == text
+
+
+def test_an_error_in_a_group_names_the_global_rank_that_lost_its_peer(one_of):
+    one_of(8, rank=5)
+    some = dist.new_group([0, 3, 5])
+    post = Mock(side_effect=dist.DistBackendError("NCCL communicator was aborted"))
+    lost = r"exchange in the group of ranks \[0, 3, 5\]: rank 5 lost rank 3: NCCL"
+    with as_on_nccl(post), pytest.raises(RuntimeError, match=lost):
+        exchange([(torch.ones(4), 1)], [], some)
 
 
 @on_ranks(2)
@@ -771,6 +791,8 @@ def test_only_groups_that_are_set_use_the_backends_collectives_whose_bytes_do_no
         exchange([(x, peer)], [(torch.empty(4), peer)], group, async_op=True).wait()
         assert not theirs.called and traffic.bytes() == 32
         assert traffic.bytes("exchange") == traffic.bytes(group=dist.group.WORLD) == 16
+        collectives.plain_exchange([(x, peer)], [(torch.empty(4), peer)], group)
+        assert traffic.bytes("plain_exchange") == 16
         reduce(x, group=group)  # which is never the backend's
         with pytest.raises(RuntimeError, match="the backend's own all_reduce"):
             all_reduce(x, group=group)
@@ -1021,8 +1043,9 @@ def test_messages_of_the_user_do_not_meet_ours():
     x, incoming = torch.ones(3), torch.empty(3)
     all_reduce(x)
     all_reduce(x, async_op=True).wait()
-    exchange([(x, peer)], [(incoming, peer)])
-    assert (x == 4).all() and (incoming == 4).all()
+    for swap in (exchange, collectives.plain_exchange):
+        swap([(x, peer)], [(incoming.zero_(), peer)])
+        assert (x == 4).all() and (incoming == 4).all()
     for tag, work in enumerate(sent):
         dist.recv(incoming, peer, tag=tag)
         assert (incoming == 100 + tag).all()

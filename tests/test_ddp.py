@@ -2,6 +2,7 @@
 
 import copy
 import re
+import weakref
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest.mock import patch
@@ -374,6 +375,21 @@ def test_a_sum_gets_each_bucket_with_its_group_in_one_order_and_keeps_its_tensor
     assert [group for *_, group in starts] == [None, alone, None]
 
 
+@on_ranks(2)
+def test_what_a_sum_needs_until_it_ends_is_freed_with_its_round():
+    held = []
+
+    class Watched(Fp16Sum):
+        def start(self, flat, group):
+            started = super().start(flat, group)
+            held.append(weakref.ref(started[1]))
+            return started
+
+    model = DistributedDataParallel(make_net(), bucket_cap_mb=3e-3, gradient_sum=Watched())
+    mean_square(model, make_data(4)).backward()
+    assert len(held) > 1 and not any(compressed() is not None for compressed in held)
+
+
 # ---- parameters without gradient, and other orders -----------------------------------------------
 
 
@@ -524,6 +540,31 @@ def test_join_accumulates_and_chooses_buffers_as_pytorchs_does():
 
 
 @on_ranks(2)
+def test_a_round_that_the_caller_began_outlasts_backwards_also_after_one_that_ended_its_own():
+    net = nn.Linear(1, 1)
+    model = DistributedDataParallel(net, gradient_divide_factor=1)
+    model(torch.ones(1, 1)).sum().backward()  # ends its own round
+    net.zero_grad()
+    model.start_grad_sync(awaited={net.weight, net.bias})
+    for parameter in (net.weight, net.bias):
+        (parameter.sum() * dist.get_rank()).backward()
+    model.finish_grad_sync()
+    assert [net.weight.grad.item(), net.bias.grad.item()] == [1, 1]  # summed once
+
+
+@on_ranks(2)
+def test_a_loop_that_ends_with_a_forward_alone_on_all_ranks_does_not_disturb_the_next_loop():
+    net, x = make_net(), make_data(4)
+    model = DistributedDataParallel(net)
+    for _ in range(2):
+        with model.join():
+            model.zero_grad()
+            mean_square(model, own_part(x)).backward()
+            model(x)  # a last look at the outputs
+    assert_close(whole_gradients(net), whole_batch(net, x))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_rank_without_a_batch_calls_finish_grad_sync(set_to_none):
     net = make_net()
@@ -592,6 +633,20 @@ class Mixed(nn.Module):
 
     def forward(self, x):
         return sum((x * weight.double()).sum() for weight in self.weights)
+
+
+@on_ranks(2)
+def test_the_plain_mean_takes_a_missing_gradient_for_zeros_of_the_gradients_own_dtype():
+    """The mean of 256 + 1 and 0 needs nine bits."""
+    net = Mixed()
+    if dist.get_rank() == 0:
+        net(torch.tensor(256.0)).backward()
+        net(torch.tensor(1.0)).backward()
+    average_gradients(net)
+    for i, p in enumerate(net.parameters()):
+        assert p.grad.dtype == (torch.float32 if i == 1 else p.dtype)
+        exact = torch.full_like(p.grad, 128.5)
+        torch.testing.assert_close(p.grad, exact, rtol=0.01 if i in (2, 4) else 0, atol=0)
 
 
 @on_ranks(1, 3)

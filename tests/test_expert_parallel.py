@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import expert_parallel
@@ -423,6 +424,35 @@ def test_a_part_travels_beside_another_ones_experts_and_backward_mirrors_forward
     expected = torch.autograd.grad(expected.square().sum(), (x, weights))
     for found, wanted in zip((x.grad, weights.grad), expected):
         assert_close(found, wanted, 1e-5)
+
+
+@on_ranks(2)
+def test_rows_of_a_part_are_freed_as_soon_as_they_have_been_used():
+    """In evaluation these are the experts' inputs, and in backward the gradients that arrive."""
+    x = torch.randn(6, 4, requires_grad=True)
+    experts, weights = torch.tensor([[0, 1]]).expand(6, 2), torch.ones(6, 2)
+    given, arrived, held = [], [], []
+
+    def compute(rows, *_):
+        given.append(StorageWeakRef(rows.untyped_storage()))
+        return 2 * rows
+
+    def begin_combine(hop, results, right=expert_parallel.Hop.begin_combine):
+        held.append(not given[-1].expired())
+        return right(hop, results)
+
+    def begin(journey, *rows, right=expert_parallel.Journey.begin):
+        output = right(journey, *rows)
+        arrived.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+    with patch.object(expert_parallel.Hop, "begin_combine", begin_combine), torch.no_grad():
+        dispatch_and_combine(x, experts, weights, 2, compute, parts=3)
+    assert held == [False, False, False]
+    y = dispatch_and_combine(x, experts, weights, 2, compute, parts=3)
+    with patch.object(expert_parallel.Journey, "begin", begin):
+        y.sum().backward()  # y keeps the nodes of the graph
+    assert len(arrived) == 6 and all(gradient.expired() for gradient in arrived)
 
 
 @on_ranks(4)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import hybrid
 from gpu_time import GPUS, Timer, bubble_share, parse
 from ranks import PROJECT
 from timeline import Host, Memory, Stream
@@ -125,6 +126,17 @@ def test_the_bubble_is_that_of_the_schedules_formula():
     assert bubble_share(0, args) == 0
 
 
+@pytest.mark.parametrize("recompute, backward", [("none", 2), ("full", 3)])
+def test_a_recomputed_forward_is_a_part_of_the_backward_that_the_bubble_waits_for(
+    recompute, backward
+):
+    """In ZB-H1, with F = W = 1, a rank is idle for (p - 1) (F + B - 2 W)."""
+    flags = f"--gpus 4 --pp 4 --microbatches 8 --schedule zb-h1 --recompute {recompute}"
+    _, args = parse(flags.split())
+    expected = 3 * (1 + backward - 2) / (8 * (1 + backward))
+    assert [bubble_share(place, args) for place in range(4)] == pytest.approx([expected] * 4)
+
+
 FLAGS = "--dtype bf16 --layers 2 --hidden 256 --heads 4 --seq-len 1024 --vocab-size 512"
 KEYS = "rank step_ms bubble_ms mfu products_ms other_ms exposed_ms starved_ms batches messages peak_gb"
 
@@ -137,7 +149,7 @@ def gpu_time(*flags):
 
 def test_the_command_prints_a_step_whose_parts_add_up_and_writes_a_trace(tmp_path):
     path = tmp_path / "trace.json"
-    done = gpu_time(*f"--gpus 4 --json --trace {path} --tp 2 --sp {FLAGS}".split())
+    done = gpu_time(*f"--gpus 8 --json --trace {path} --tp 4 --sp {FLAGS}".split())
     found = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (0, "")
     assert [*found] == [*KEYS.split(), "peak_recorded_gb", "nccl_gb"]
@@ -145,6 +157,11 @@ def test_the_command_prints_a_step_whose_parts_add_up_and_writes_a_trace(tmp_pat
     assert sum(parts) + sum(found["exposed_ms"].values()) == pytest.approx(found["step_ms"])
     assert any("tp" in axis for axis in found["exposed_ms"]) and min(parts) > 0
     assert found["peak_gb"] < found["peak_recorded_gb"]
+    assert found["nccl_gb"] == pytest.approx((3 + 1) * 32 * 12e6 / 1e9)  # peers of tp and of dp
+    args = hybrid.parse(FLAGS.split(), 1)
+    flops = hybrid.flops_per_token(args) * args.batch_size * 1024 / 8
+    reached = flops / (found["step_ms"] / 1e3) / (1e12 * GPUS["h100"].tflops)
+    assert found["mfu"] == pytest.approx(reached)
     spans = json.loads(path.read_text())
     assert {"host", "main stream", *found["exposed_ms"]} <= {span["tid"] for span in spans}
     for lane in {span["tid"] for span in spans}:

@@ -78,15 +78,18 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
     for weight in leaves:
         weight.requires_grad_()
     sgd = torch.optim.SGD(leaves, 0.5)
-    groups = hybrid.plain_groups(pp, dp, tp)
+    joined = set()
+    with observe(lambda event, operation, *_: joined.add(operation.group)):
+        groups = hybrid.plain_groups(pp, dp, tp)
+    assert joined == set(groups.values())  # on NCCL a group's first operation needs all ranks
     (pp_rank, _), (dp_rank, _), (tp_rank, _) = map(hybrid.rank_and_size, groups.values())
     assert dist.get_rank() == (pp_rank * dp + dp_rank) * tp + tp_rank
     stage = hybrid.PlainStage(whole, D // heads, groups)
     optimizer = torch.optim.SGD(stage.parameters(), 0.5)
     first = layers // pp * pp_rank
     dims = {"qkv": 1, "out": 1, "up": 0, "down": 1}
-    for _ in range(2):
-        tokens = torch.randint(V, (batch, T + 1))  # all ranks draw the same
+    for length in (T, T - 1):
+        tokens = torch.randint(V, (batch, length + 1))  # all ranks draw the same
         sgd.zero_grad()
         expected = loss_by_one_process(reference, tokens, heads)
         expected.backward()
@@ -103,7 +106,7 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
                 grad = reference[weight].grad
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-11, atol=1e-13)
         sent = {axis: traffic.bytes(group=group) for axis, group in groups.items()}
-        activations = batch // dp * T * D * 8
+        activations = batch // dp * length * D * 8
         boundaries = (pp_rank > 0) + (pp_rank < pp - 1)
         parameters = list(stage.parameters())
         gradients = sum(p.numel() for p in parameters) * 8
@@ -266,6 +269,23 @@ def test_the_cost_of_the_head_counts_when_layers_are_divided_into_stages():
     assert sizes(3, **gpt2, vocab_size=50304, recompute="full") == [5, 5, 2]  # as 3.4 layers
     # DualPipe gives ranks 0 and 3 stages 0 and 3, which cost 8.5 of 16.5 with the head.
     assert sizes(4, "dualpipe", **gpt2, vocab_size=50304) == [4, 4, 4, 0]
+
+
+EXPERTS = "--dp 2 --ep 2 --experts 4 --top-k 2 --hidden 256 --heads 4 --seq-len 512 --batch-size 4"
+
+
+@pytest.mark.parametrize(
+    "more, parts",
+    [
+        ("", 2),  # 1024 tokens of 2 experts and 256 numbers of 4 bytes are 2 MiB for 2 ranks
+        *((flags, 1) for flags in ("--seq-len 511", "--dtype bf16", "--top-k 1", "--ep 1")),
+        ("--microbatches 2", 1),
+        ("--microbatches 2 --seq-len 1024", 2),
+    ],
+)
+def test_a_layer_of_experts_has_two_parts_if_a_rank_sends_each_other_one_a_mebibyte(more, parts):
+    args = hybrid.parse(f"{EXPERTS} {more}".split(), 2)
+    assert hybrid.parts_of_experts(args) == parts
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,11 +1,13 @@
 """verify.py rejects common mistakes, each of them one wrong line that is patched in at run time."""
 
 import inspect
+import io
 import math
-from contextlib import ExitStack
+import re
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import collectives
+import ddp
 import expert_parallel
 import hybrid
 import pipeline
@@ -440,3 +443,31 @@ def test_a_layout_that_needs_a_sum_is_wrong_without_it(world_size, names):
     rows = {name: first_layouts(world_size)[name] for name in names}
     found, *_ = run(world_size, judge_without, rows, timeout=600)
     assert [name for name in names if found[name] <= verify.BOUNDS["fp64"]] == []
+
+
+# ---- the errors that demonstrations print --------------------------------------------------------
+
+WRONG = {  # {a module: patch with which its demonstration computes something else}
+    collectives: put(collectives, "all_reduce",
+                     lambda right: lambda x, **how: right(x.add_(1), **how)),
+    ddp: put(ddp, "DistributedDataParallel",
+             lambda right: partial(right, gradient_divide_factor=1)),
+    zero: put(zero, "reduce_scatter_single",
+              lambda right: lambda total, flat, **how: right(total, -flat, **how)),
+    pipeline: put(pipeline.Pipeline, "step",
+                  lambda right: lambda self, inputs, targets: right(self, 2 * inputs, targets)),
+    tensor_parallel: put(tensor_parallel, "reduce_from_group", lambda right: lambda x, group: x),
+    sequence_parallel: put(sequence_parallel, "_checked",
+                           lambda right: lambda q, *others: right(2 * q, *others)),
+    expert_parallel: put(expert_parallel.Hop, "sums", lambda right: lambda *rows: 2 * right(*rows)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [module.__name__ for module in WRONG])
+@on_ranks(2)
+def test_a_demonstration_prints_an_error_as_large_as_the_mistake(name):
+    (module,) = [module for module in WRONG if module.__name__ == name]
+    with redirect_stdout(io.StringIO()) as printed, WRONG[module]():
+        module._demonstrate()
+    errors = [float(number) for number in re.findall(r"[\d.]+e[-+]\d\d", printed.getvalue())]
+    assert dist.get_rank() > 0 or (errors and min(errors) > 1e-4), printed.getvalue()

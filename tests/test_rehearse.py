@@ -200,6 +200,16 @@ def test_a_large_layout_takes_three_minutes_at_most_and_agrees_with_the_papers(c
         assert abs(float(rows[what][2])) < 2, rows
 
 
+def test_a_line_says_how_much_leaves_a_node_of_8_gpus(capsys):
+    """On 16 GPUs, the two stages are two nodes, and the ranks of tp and of dp are in one node."""
+    assert rehearse.main(f"--gpus 16 --pp 2 --dp 4 --tp 2 {SIZES}".split()) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "between" in line]
+    sent = {line[0].rstrip(","): (line[3], line[line.index("between") - 1]) for line in lines}
+    assert sent.keys() == {"tp", "pp", "dp"} and all(whole != "0.000" for whole, _ in sent.values())
+    far = {axis: beyond for axis, (_, beyond) in sent.items()}
+    assert far == {"tp": "0.000", "pp": sent["pp"][0], "dp": "0.000"}
+
+
 # ---- the command line ----------------------------------------------------------------------------
 
 

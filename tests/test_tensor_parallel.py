@@ -270,6 +270,19 @@ def test_communication_overlaps_the_products(how):
     assert events == BACKWARD[how]
 
 
+@on_ranks(2)
+def test_products_are_sent_by_chunks_if_a_rank_s_chunk_of_z_has_the_bytes_of_the_bound():
+    layer = RowParallelLinear(8, 6, sequence_parallel=True)
+    x = torch.randn(4, 3, 4)  # a chunk of Z has 2 x 3 x 6 numbers of 4 bytes
+    for bound, is_by_chunks in ((144, True), (145, False)):
+        by_chunks = patch.object(
+            tensor_parallel, "multiply_and_scatter", wraps=tensor_parallel.multiply_and_scatter
+        )
+        with patch.dict(tensor_parallel.CHUNK_BYTES, cpu=bound), by_chunks as called:
+            layer(x)
+        assert called.called == is_by_chunks
+
+
 @on_ranks(3)
 def test_with_two_peers_no_message_is_waited_for_before_the_last_one_is_sent():
     column = ColumnParallelLinear(8, 12, sequence_parallel=True)

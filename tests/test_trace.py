@@ -1,8 +1,11 @@
 """trace.py puts every operation with its bytes into a lane, and its parts add up to the step."""
 
+import io
 import json
 import sys
 from collections import Counter, defaultdict
+from contextlib import redirect_stdout
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -62,6 +65,8 @@ def test_lanes_have_every_operation_and_its_bytes_and_the_parts_add_up(processes
             totals = [sum(each[what] for each in known) for what in ("messages", "bytes")]
             assert tuple(totals) == counted[lane]
         assert min(parts.values()) >= 0 and parts["compute"] > 0
+        waits = {lane if lane != "pp" else "bubble" for lane in lanes.split()}
+        assert {*parts} <= {"compute", "rest", *waits}
         assert max(end for spans in own.values() for _, end, *_ in spans) <= sum(parts.values())
         _assert_apart(trace.events_of(rank, own))
 
@@ -72,6 +77,32 @@ def _assert_apart(events):
     for event in sorted(events, key=lambda event: event["ts"]):
         assert ends.get(event["tid"], 0) <= event["ts"] + 1e-3
         ends[event["tid"]] = event["ts"] + event["dur"]
+
+
+def test_of_spans_that_begin_together_the_longer_one_is_in_the_upper_row():
+    spans = [(5, 6, "wait for tp", {}), (5, 9, "F0", {})]
+    rows = {event["name"]: event["tid"] for event in trace.events_of(0, {"compute": spans})}
+    assert rows == {"F0": "compute", "wait for tp": "compute 1"}
+
+
+def _printed(path):
+    """Trace the last of four steps, whose parts are known; return the line and the steps before."""
+    flags = f"{SIZES} --vocab-size 256 --dp 2 --steps 4".split()
+    before = []
+
+    def traced(trainer, *batch):
+        before.append(trainer.steps_done)
+        return {}, Counter(compute=1e3 + 2e3 * dist.get_rank(), rest=500)
+
+    with redirect_stdout(io.StringIO()) as printed, patch.object(trace, "traced", traced):
+        trace.work(path, flags, hybrid.parse(flags, 2), torch.device("cpu"))
+    return printed.getvalue(), before
+
+
+def test_the_line_has_the_mean_of_the_ranks_and_is_of_the_last_step(tmp_path):
+    first, second = run(2, _printed, str(tmp_path / "trace.json"))
+    assert first == ("the last step took 2.50 ms: compute 2.00, rest 0.50\n", [3])
+    assert second == ("", [3])
 
 
 def _main(capsys, monkeypatch, *argv):

@@ -95,7 +95,7 @@ def test_a_wrong_layout_is_named_and_later_ones_are_still_tried():
 def judge_with_an_error_on_rank_1():
     broken = {"ring": None} if dist.get_rank() == 1 else {}
     with patch.dict(hybrid.CP_METHODS, broken):
-        judged([], rows_of("--cp 2 --cp-method ring", "--dp 2"))
+        judged([], rows_of("--tp 2", "--cp 2 --cp-method ring", "--dp 2"))
 
 
 def test_an_error_on_one_rank_ends_the_run_at_once_and_says_which_rank_and_layout():
@@ -135,6 +135,21 @@ def test_in_bf16_the_bound_is_wider_and_every_expert_takes_every_token():
     assert status == 0
     if dist.get_rank() == 0:
         assert " in bf16: 0 wrong" in lines[-1] and 1e-4 < float(lines[0].split()[1]) < 5e-2
+
+
+@pytest.mark.parametrize("block, bound", [("gpt2", "5.0e-02"), ("llama", "1.5e-01")])
+@on_ranks(1)
+def test_in_bf16_the_bound_of_llamas_block_is_three_times_as_wide(block, bound):
+    status, lines = judged(["--dtype", "bf16", "--block", block], [(["--layers", "1"], 1)])
+    assert status == 0 and lines[-1].endswith(f", bound {bound}")
+
+
+def test_the_loss_ignores_a_fifth_of_the_targets_and_an_eighth_of_the_rows():
+    args = hybrid.parse([*verify.sizes_of(2), "--batch-size", "64", "--vocab-size", "1000"], 2)
+    _, targets = verify.batch_of(args, 0)
+    is_ignored = (targets == hybrid.IGNORE_INDEX).double()
+    assert is_ignored[:8].all() and is_ignored[8:].mean() == pytest.approx(1 / 5, abs=0.05)
+    assert not is_ignored[8:].all(1).any()
 
 
 @on_ranks(2)

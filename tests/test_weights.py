@@ -358,6 +358,14 @@ def test_a_config_file_without_rope_theta_has_that_of_transformers(name, theta, 
     assert f"--rope-theta {theta}" in printed(["import", folder, tmp_path / "a"], capsys)
 
 
+@pytest.mark.parametrize("name, kv_heads", [("llama", None), ("mixtral", 8)])
+def test_a_config_file_without_kv_heads_has_those_of_transformers(name, kv_heads):
+    """A Llama then has as many as heads, which is also the default of hybrid.py."""
+    config = json.loads((DATA / name / "config.json").read_text())
+    del config["num_key_value_heads"]
+    assert weights.flags_of_config(config).get("kv_heads") == kv_heads
+
+
 def test_a_gpt2_with_a_head_of_its_own_is_imported_if_asked_for(tmp_path, capsys):
     head = torch.randn(V, HIDDEN)
     torch.save(nanogpt().state_dict() | {"lm_head.weight": head}, tmp_path / "it")

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import tensor_parallel
 import zero
 from collectives import (
     all_reduce, all_reduce_bytes, count_bytes, gather_objects, observe, rank_and_size,
@@ -374,6 +375,8 @@ def test_the_short_form_of_stage_3_has_the_gradients_of_one_process_and_the_pape
     loss = lambda net: sum(mean_square(net, torch.ones(2, 96) + r) for r in range(P))
     gradients = gradients_alone(net, loss)
     layouts, shards = zero.shard_units(net.blocks)
+    assert [shard.untyped_storage().nbytes() for shard in shards] == [96 * 96 * 4 // P] * 4
+    assert not any(parameter.untyped_storage().nbytes() for parameter in net.parameters())
     units = net.to("meta").blocks  # their own parameters are not read
     with least_bytes(), count_bytes() as traffic:
         zero.fsdp_forward(units, x, shards, layouts).square().mean().backward()
@@ -537,11 +540,65 @@ class InsideAndOutside(nn.Module):
     def __init__(self, linear):
         super().__init__()
         self.linear = linear
+        self.unused = nn.Parameter(torch.ones(4))
         self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x):
         layer = lambda x: self.linear(x, self.weight)
         return layer(checkpoint(layer, layer(x), use_reentrant=True))
+
+
+@on_ranks(1)
+def test_a_layer_that_accepts_no_loan_has_its_products_added_in_the_dtype_of_the_sum():
+    """If it wrote to a loan, autograd would round the sum to the dtype of the product."""
+    store = WeightGradStore()
+    net = nn.Linear(1, 1, bias=False)
+    net.forward = lambda x: column_parallel_linear(x, net.weight, defer=store)
+    model = FullyShardedDataParallel(net, stage=1, param_dtype=torch.bfloat16,
+                                     reduce_dtype=torch.float32)  # fmt: skip
+    with patch.object(tensor_parallel, "_accept_lent", lambda weight: None):
+        for x in (256.0, 1.0):
+            with nullcontext() if x == 1 else model.no_sync(), store.during(reduces=x == 1):
+                model(torch.full((1, 1), x)).sum().backward()
+    assert net.weight.grad.item() == 257
+
+
+@on_ranks(1)
+def test_a_sum_in_16_bits_does_not_round_the_32_bit_gradients_that_are_added_to_it():
+    """256 + (1 + 2^-9) becomes 258. It would be 256 if 1 + 2^-9 became 1 first."""
+    store = WeightGradStore()
+    net = nn.Linear(1, 1, bias=False)
+    model = FullyShardedDataParallel(net, stage=1, reduce_dtype=torch.bfloat16)
+
+    def forward(x):
+        if not net.weight._backward_hooks:  # with a hook nothing is lent
+            net.weight.register_hook(lambda gradient: gradient)
+        return column_parallel_linear(x, net.weight, defer=store)
+
+    net.forward = forward
+    for x in (256.0, 1 + 2**-9):
+        with nullcontext() if x < 2 else model.no_sync():
+            model(torch.full((1, 1), x)).sum().backward()
+    assert net.weight.grad.item() == 258
+
+
+@on_ranks(1)
+def test_nothing_is_lent_outside_of_a_pipeline_so_autograd_grad_returns_one_gradient():
+    store, weights = WeightGradStore(), []
+    net = nn.Linear(4, 4, bias=False)
+    model = FullyShardedDataParallel(net, stage=1)
+
+    def forward(x):
+        weights.append(net.weight)
+        return column_parallel_linear(x, net.weight, defer=store)
+
+    net.forward = forward
+    with model.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+        (gradient,) = torch.autograd.grad(model(torch.ones(1, 4)).sum(), weights[-1])
+    assert gradient.eq(1).all()
+    model(torch.ones(1, 4)).sum().backward()
+    assert net.weight.grad.eq(2).all()
 
 
 @on_ranks(1)
@@ -1302,6 +1359,10 @@ def test_a_forward_that_changes_its_own_weights_is_rejected_on_every_rank(stage)
         name = "embed.weight" if how[0] in "mc" else r"blocks\.\d\.(weight|bias)"
         with pytest.raises(RuntimeError, match=f"'{name}' is sharded, and forward has changed it"):
             model(torch.arange(5))
+        if "replaced" not in how:
+            net.how = "no change"
+            model.reshard()
+            model(torch.arange(5))  # the earlier change is not held against a later forward
 
 
 WRITES = {  # ways in which scripts change a weight by hand
