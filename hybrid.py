@@ -49,6 +49,7 @@ takes the halves of Trainer.step(), and makes the next batch between them. The r
 import argparse
 import codecs
 import ctypes
+import difflib
 import fcntl
 import gc
 import hashlib
@@ -2352,7 +2353,8 @@ def read_run(path):
         checksum = run.pop("checksum", None)
         run["sha256"] = dict(run["sha256"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}/run.json does not hold the flags of a run: {error!r}") from None
+        reason = f"{type(error).__name__}: {error}"  # a repr may quote the whole file
+        raise ValueError(f"{path}/run.json does not hold the flags of a run: {reason}") from None
     is_intact = checksum in (None, checksum_of(run))
     need(is_intact, f"{path}/run.json has changed since it was saved")
     return run
@@ -2739,7 +2741,14 @@ class Parser(argparse.ArgumentParser):
             group.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
 
     def error(self, message):
-        raise ValueError(message.removeprefix("argument "))
+        sentence = message.removeprefix("argument ")
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        if unknown:
+            name = unknown[1].replace("_", "-")
+            known = [as_typed(flag.name) for flag in FLAGS]
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            sentence += f" (is it {near[0]}?)" if near else " (--help lists all flags)"
+        raise ValueError(sentence)
 
 
 def options_of(flag):
@@ -2772,6 +2781,7 @@ def at_least(least, kind=int, below=math.inf):
             raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
         return value
 
+    number.__name__ = kind.__name__  # argparse writes "invalid int value"
     return number
 
 
@@ -2886,8 +2896,11 @@ def must_divide(args, divisor, number):
 def check(args):
     """Raise ValueError if the flags, all of which must be set, do not fit together."""
     shown = partial(typed_product, args)
-    is_whole = args.pp * args.dp * args.cp * args.tp == args.world_size
-    need(is_whole, f"{shown('pp * dp * cp * tp')} is not {args.world_size}, the number of ranks")
+    size = args.pp * args.dp * args.cp * args.tp
+    sentence = f"{shown('pp * dp * cp * tp')} is not {args.world_size}, the number of ranks"
+    if args.world_size == 1:
+        sentence += f" (torchrun --nproc-per-node {size} starts {size})"
+    need(size == args.world_size, sentence)
     must_divide(args, "replicate", "dp * cp")
     need(args.min_lr <= args.lr, f"{shown('min_lr')} is more than {shown('lr')}")
     after_warmup = max(0, args.steps - args.warmup)
