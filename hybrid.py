@@ -296,7 +296,10 @@ def train(args, device):
     on_all_ranks(check_memory, args)
     data, data_digest = read_data(args)
     on_all_ranks(prompt_of, args, data)  # refuses a wrong --prompt before the first step
-    trainer = Trainer(args, make_mesh(args), device)
+    mesh = make_mesh(args)
+    if device.type == "cpu":  # a GPU refuses memory that it lacks; Linux kills a process
+        on_all_ranks(check_room, args, mesh)
+    trainer = Trainer(args, mesh, device)
     trainer.data_digest = data_digest
     if args.checkpoint:
         folder = Path(args.checkpoint)
@@ -1904,6 +1907,21 @@ def check_memory(args):
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     sizes = f"a rank's tokens take {size / 2**30:,.0f} GiB of {memory / 2**30:,.0f} GiB of memory"
     need(size < memory, f"{as_typed('batch_size', args.batch_size)}: {sizes}")
+
+
+def check_room(args, mesh):
+    """Raise ValueError if the weights of a node's ranks take more memory than the machine has.
+
+    Each rank creates its layers whole before ZeRO divides them, and all ranks do so at once.
+    """
+    routes = schedule_of(args).routes
+    positions = torch.empty(0)
+    chunks = make_chunks(args, mesh, torch.device("meta"), routes, positions, WeightGradStore())
+    size = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    taken = f"{args.per_node} x {size / 2**30:,.1f} GiB of {memory / 2**30:,.1f} GiB of memory"
+    shape = " ".join(as_typed(name, getattr(args, name)) for name in ("layers", "hidden"))
+    need(args.per_node * size < memory, f"{shape}: the weights of a node's ranks take {taken}")
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
