@@ -49,6 +49,7 @@ takes the halves of Trainer.step(), and makes the next batch between them. The r
 import argparse
 import codecs
 import ctypes
+import difflib
 import fcntl
 import gc
 import hashlib
@@ -295,7 +296,10 @@ def train(args, device):
     on_all_ranks(check_memory, args)
     data, data_digest = read_data(args)
     on_all_ranks(prompt_of, args, data)  # refuses a wrong --prompt before the first step
-    trainer = Trainer(args, make_mesh(args), device)
+    mesh = make_mesh(args)
+    if device.type == "cpu":  # a GPU refuses memory that it lacks; Linux kills a process
+        on_all_ranks(check_room, args, mesh)
+    trainer = Trainer(args, mesh, device)
     trainer.data_digest = data_digest
     if args.checkpoint:
         folder = Path(args.checkpoint)
@@ -1905,6 +1909,21 @@ def check_memory(args):
     need(size < memory, f"{as_typed('batch_size', args.batch_size)}: {sizes}")
 
 
+def check_room(args, mesh):
+    """Raise ValueError if the weights of a node's ranks take more memory than the machine has.
+
+    Each rank creates its layers whole before ZeRO divides them, and all ranks do so at once.
+    """
+    routes = schedule_of(args).routes
+    positions = torch.empty(0)
+    chunks = make_chunks(args, mesh, torch.device("meta"), routes, positions, WeightGradStore())
+    size = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    taken = f"{args.per_node} x {size / 2**30:,.1f} GiB of {memory / 2**30:,.1f} GiB of memory"
+    shape = " ".join(as_typed(name, getattr(args, name)) for name in ("layers", "hidden"))
+    need(args.per_node * size < memory, f"{shape}: the weights of a node's ranks take {taken}")
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 # the flags of the model that a resumed run may change
@@ -2352,7 +2371,8 @@ def read_run(path):
         checksum = run.pop("checksum", None)
         run["sha256"] = dict(run["sha256"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}/run.json does not hold the flags of a run: {error!r}") from None
+        reason = f"{type(error).__name__}: {error}"  # a repr may quote the whole file
+        raise ValueError(f"{path}/run.json does not hold the flags of a run: {reason}") from None
     is_intact = checksum in (None, checksum_of(run))
     need(is_intact, f"{path}/run.json has changed since it was saved")
     return run
@@ -2739,7 +2759,14 @@ class Parser(argparse.ArgumentParser):
             group.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
 
     def error(self, message):
-        raise ValueError(message.removeprefix("argument "))
+        sentence = message.removeprefix("argument ")
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        if unknown:
+            name = unknown[1].replace("_", "-")
+            known = [as_typed(flag.name) for flag in FLAGS]
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            sentence += f" (is it {near[0]}?)" if near else " (--help lists all flags)"
+        raise ValueError(sentence)
 
 
 def options_of(flag):
@@ -2772,6 +2799,7 @@ def at_least(least, kind=int, below=math.inf):
             raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
         return value
 
+    number.__name__ = kind.__name__  # argparse writes "invalid int value"
     return number
 
 
@@ -2886,8 +2914,11 @@ def must_divide(args, divisor, number):
 def check(args):
     """Raise ValueError if the flags, all of which must be set, do not fit together."""
     shown = partial(typed_product, args)
-    is_whole = args.pp * args.dp * args.cp * args.tp == args.world_size
-    need(is_whole, f"{shown('pp * dp * cp * tp')} is not {args.world_size}, the number of ranks")
+    size = args.pp * args.dp * args.cp * args.tp
+    sentence = f"{shown('pp * dp * cp * tp')} is not {args.world_size}, the number of ranks"
+    if args.world_size == 1:
+        sentence += f" (torchrun --nproc-per-node {size} starts {size})"
+    need(size == args.world_size, sentence)
     must_divide(args, "replicate", "dp * cp")
     need(args.min_lr <= args.lr, f"{shown('min_lr')} is more than {shown('lr')}")
     after_warmup = max(0, args.steps - args.warmup)

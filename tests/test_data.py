@@ -272,6 +272,23 @@ def test_a_batch_that_no_memory_holds_is_one_error_on_all_ranks():
     assert error.value.status == 2
 
 
+@on_ranks(2)
+def test_weights_that_a_machine_cannot_hold_are_one_error_before_they_are_created(tmp_path):
+    """All ranks of a machine create their layers at once, each its half of the model."""
+    if dist.get_rank() == 0:
+        (tmp_path / "text").write_text("some text, " * 1000)
+    dist.barrier()
+    args = hybrid.parse(f"--tp 2 --hidden 32 --data {tmp_path}/text".split(), 2)
+    cpu = torch.device("cpu")
+    size = sum(p.nbytes for p in hybrid.Trainer(args, hybrid.make_mesh(args), cpu).parameters())
+    memory = {"SC_PHYS_PAGES": 2 * size, "SC_PAGE_SIZE": 1}
+    with patch.object(hybrid, "Trainer", None), patch.object(hybrid.os, "sysconf", memory.get):
+        with pytest.raises(hybrid.TrainingError, match="^--layers 4 --hidden 32: .*2 x 0.0 GiB"):
+            hybrid.train(args, cpu)
+        memory["SC_PHYS_PAGES"] += 1
+        hybrid.check_room(args, hybrid.make_mesh(args))
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_ranks_tokens_of_a_batch_must_take_less_than_all_memory(dp, monkeypatch):
     """A rank holds its examples as windows, inputs and targets, and all starts, in int64."""

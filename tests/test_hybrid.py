@@ -930,7 +930,7 @@ BAD_FLAGS = """processes | flags | what is wrong
 1 | --checkpoint DIR --keep 0 | --keep: 0 is not in [1, inf)
 8 | --resume-step 0 | --resume-step 0 needs --checkpoint
 1 | --checkpoint DIR --resume-step -1 | --resume-step: -1 is not in [0, inf)
-8 | --checkpoint DIR --resume-step last | --resume-step: invalid number value: 'last'
+8 | --checkpoint DIR --resume-step last | --resume-step: invalid int value: 'last'
 1 | --dropout 1 | --dropout: 1 is not in [0, 1)
 1 | --block llama --hidden 12 | \
 --block llama rotates pairs of elements, but --hidden 12 / --heads 4 is odd
@@ -939,7 +939,10 @@ BAD_FLAGS = """processes | flags | what is wrong
 1 | --block llama --rope-theta 0 | --rope-theta: 0 is not in [1, inf)
 8 | --block llama --rope-theta 0 | --rope-theta: 0 is not in [1, inf)
 8 | --block mistral | --block: invalid choice: 'mistral'
-1 | --batch 8 | unrecognized arguments: --batch 8
+1 | --batch 8 | unrecognized arguments: --batch 8 (--help lists all flags)
+1 | --seq_len=8 | unrecognized arguments: --seq_len=8 (is it --seq-len?)
+1 | --tp 2 | --tp 2 is not 1, the number of ranks (torchrun --nproc-per-node 2 starts 2)
+8 | --lr fast | --lr: invalid float value: 'fast'
 """
 
 

@@ -461,9 +461,11 @@ export there no/such | no/such
 export experts OUT | --experts 4 is no GPT-2
 export groups OUT | --kv-heads 2 is no GPT-2
 export untied OUT | --head untied is no GPT-2
-export empty OUT | empty/step_00000000/run.json does not hold the flags of a run
+export empty OUT | empty/step_00000000/run.json does not hold the flags of a run: KeyError: 'sha256'
 import EMPTY.safetensors new | No such file or directory: 'EMPTY.safetensors'
-import FILE.safetensors new | FILE.safetensors is not a safetensors file
+import FILE.safetensors new | FILE.safetensors is not a safetensors file: JSONDecodeError: E
+import TORCH.safetensors new | UnicodeDecodeError: 'utf-32-be' codec can't decode bytes in pos
+export there OUT.safetensors | a GPT-2 is exported to a file of torch.save(), which has its n_head
 export bare OUT | bare/step_00000000/.metadata
 import LLAMA new --block gpt2 | --block gpt2 differs from the file's, llama
 import LLAMA new --rope-theta 5 | --rope-theta 5.0 differs from the file's, 300.0
@@ -525,6 +527,7 @@ def write_files():
     write_checkpoint("empty", "there")
     Path("empty/step_00000000/run.json").write_text("{}")
     Path("FILE.safetensors").write_bytes(b"12345678{")
+    shutil.copy("FILE", "TORCH.safetensors")
 
 
 def write_llamas():
@@ -556,6 +559,12 @@ def test_an_error_is_one_line_and_changes_no_file(line, files, monkeypatch, caps
     (complaint,) = capsys.readouterr().err.splitlines()
     assert complaint.startswith("weights.py: error: ") and message in complaint
     assert sorted(files.rglob("*")) == before
+
+
+@pytest.mark.parametrize("words", ["--help", "import -h", "export DIR --help"])
+def test_help_is_printed_wherever_it_is_asked_for(words, capsys):
+    assert not weights.main(words.split())
+    assert "export DIR PATH" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("size", [100, 3000, 40_000])  # at the file's first write, and later ones

@@ -70,7 +70,8 @@ def read_safetensors(path):
                     tensor = torch.frombuffer(memory, dtype=DTYPES[entry["dtype"]])
                     state[name] = tensor.view(entry["shape"])
         except Exception as error:  # a damaged file may raise anything
-            raise ValueError(f"{path} is not a safetensors file: {error!r}") from None
+            reason = f"{type(error).__name__}: {error}"  # a repr may quote the whole file
+            raise ValueError(f"{path} is not a safetensors file: {reason}") from None
     return state
 
 
@@ -393,6 +394,8 @@ def give(folder, path):
 
 def write_gpt2(weights, args, path):
     """Write a file for nanoGPT and Hugging Face."""
+    if path.suffix == ".safetensors":
+        raise ValueError("a GPT-2 is exported to a file of torch.save(), which has its n_head")
     sizes = {"n_layer": args.layers, "n_head": args.heads, "n_embd": args.hidden, "bias": True}
     sizes |= {"block_size": args.seq_len, "vocab_size": args.vocab_size, "dropout": args.dropout}
     weights = weights | {HEAD: weights[WTE]}
@@ -439,13 +442,13 @@ def main(argv):
     try:
         if "" in argv:
             raise ValueError("a word is empty (is a shell variable not set?)")
+        if "--help" in argv or "-h" in argv:
+            return print(__doc__)
         match argv:
             case ["import", path, folder, *more]:
                 return print(take(Path(path), Path(folder), more))
             case ["export", folder, path]:
                 return print(give(Path(folder), Path(path)))
-            case ["--help" | "-h"]:
-                return print(__doc__)
         raise ValueError(USAGE)
     except (OSError, ValueError, RuntimeError, dcp.api.CheckpointException) as error:
         cause = getattr(error, "failures", {0: [error]})[0][0]
