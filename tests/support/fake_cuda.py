@@ -19,12 +19,14 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 SUPPORT = Path(__file__).resolve().parent
@@ -46,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 import collectives
@@ -257,6 +259,20 @@ def _attention(q, k, v, dropout_p, is_causal, enable_gqa):
     return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 
 
+class Thread(threading.Thread):
+    """Stands in for the thread of pipeline.Turns, and has the modes of the one that makes it."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.modes = _get_current_dispatch_mode_stack()
+
+    def run(self):
+        with ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode)
+            super().run()
+
+
 def _patches(watch):
     """Yield patches that replace CUDA and the other ranks."""
     cuda, ignore = torch.cuda, lambda *_, **__: None
@@ -276,6 +292,8 @@ def _patches(watch):
     yield patch.object(FakeTensor, "data_ptr", _address)
     yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
     yield patch.object(torch.nn.functional, "rms_norm", fused_rms_norm)
+    threads = SimpleNamespace(Thread=Thread, Semaphore=threading.Semaphore)
+    yield patch.object(pipeline, "threading", threads)
     yield patch.object(dist, "get_backend", lambda group=None: "nccl")
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     for module in (collectives, pipeline, ddp, hybrid):
