@@ -28,7 +28,8 @@ Overlap        pp   activations travel while other microbatches compute
                cp   keys and values travel while attention to the previous ones is computed (ring)
                tp   in backward, gradients of activations are summed while those of weights are
                     computed; with --sp, large messages also travel during forward's products
-               ep   if messages are long, some tokens travel while experts compute others
+               ep   if messages are long, some tokens travel while experts compute others. With
+                    --overlap, a forward and a backward compute beside each other's messages
 PyTorch's      DTensor over a DeviceMesh combines all axes but pp. Here all tensors are plain
 
 Every layout computes what one process does, up to rounding. The loss is the sum of the token losses
@@ -2661,9 +2662,9 @@ class Args(GPTConfig):
                           needs="--cp > 1")  # fmt: skip
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES,
                          needs="--pp > 1", neutral="1f1b")  # fmt: skip
-    overlap: bool = flag(False, "compute a forward beside a backward, in turns: one while tokens of "
-                         "the other travel to experts",
-                         needs="--schedule dualpipe or dualpipe-v", neutral=False)  # fmt: skip
+    overlap: bool = flag(False, "compute a forward and a backward in turns, each while the other's "
+                         "tokens travel to experts: pays where they cross nodes",
+                         needs="--schedule dualpipe or dualpipe-v")  # fmt: skip
     chunks: int = flag(2, "pipeline stages on each rank", needs=f"--schedule {WITH_CHUNKS}",
                        neutral=1)  # fmt: skip
     microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)")

@@ -17,8 +17,8 @@ from expert_parallel import MoE
 from layouts import MOE_SIZES, ON_NODES, assert_trains_as_a_loop_does, make_trainer, own_batch
 from layouts import soak_but
 from pipeline import (
-    SCHEDULES, SHORT, Action, Schedule, Turns, bubble_time, dualpipe_v, pair_up, peak_activations,
-    program, simulate,
+    SCHEDULES, SHORT, Action, Pipeline, Schedule, Turns, bubble_time, dualpipe_v, pair_up,
+    peak_activations, program, simulate,
 )
 from ranks import on_ranks, run, spawn
 
@@ -43,10 +43,9 @@ def test_a_pair_is_a_forward_and_the_backward_of_another_chunk_as_in_pytorchs_du
             assert all(f.kind + b.kind == "FB" and f.chunk != b.chunk for f, b in found)
             chunk_of = {rank: 0, 2 * p - 1 - rank: 1}
             pairs = [action.sub_actions for action in filter(None, theirs[rank])]
-            expected = [
-                [(a.computation_type.value, a.microbatch_index, chunk_of[a.stage_index]) for a in of]
-                for of in filter(None, pairs)
-            ]
+            chunk = lambda a: chunk_of[a.stage_index]
+            small = lambda a: (a.computation_type.value, a.microbatch_index, chunk(a))
+            expected = [[*map(small, pair)] for pair in filter(None, pairs)]
             assert expected and [step for step in found if step in expected] == expected
             assert len(found) - len(expected) == (rank == p - 1)  # theirs keeps one apart there
 
@@ -82,6 +81,15 @@ def test_a_pair_waits_for_both_inputs_and_then_sends_both_results():
     assert own.index(("send", ("F", 3))) > begin + 2
     begin = others.index(("pair", ("F", 3)))
     assert others[begin - 2 : begin] == [("wait", ("F", 3)), ("wait", ("B", 1))]
+
+
+@on_ranks(2)
+def test_ranks_that_pair_different_passes_are_told_so():
+    schedule = dualpipe_v(2, 4)
+    if dist.get_rank() == 1:
+        pair_up(schedule)
+    with pytest.raises(ValueError, match="the ranks of the group have different schedules"):
+        Pipeline([torch.nn.Identity()] * 2, schedule, None, shape=(1,))
 
 
 # ---- turns ---------------------------------------------------------------------------------------
@@ -143,7 +151,8 @@ def test_ctrl_c_while_the_backward_runs_ends_both_passes():
     assert log == ["interrupted"]
 
 
-def test_each_pass_has_its_own_random_numbers_and_a_backwards_leave_no_trace():
+@pytest.mark.parametrize("waits", [2, 9])  # the backward ends first, or last
+def test_each_pass_has_its_own_random_numbers_and_a_backwards_leave_no_trace(waits):
     turns = Turns()
     torch.manual_seed(1)
     expected = torch.rand(4)
@@ -160,11 +169,11 @@ def test_each_pass_has_its_own_random_numbers_and_a_backwards_leave_no_trace():
         state = torch.get_rng_state()
         torch.manual_seed(2)
         masks = []
-        for _ in range(3):
+        for _ in range(waits):
             turns.hand_over()
             masks.append(torch.rand(1))
         torch.manual_seed(2)
-        assert torch.equal(torch.cat(masks), torch.rand(3))
+        assert torch.equal(torch.cat(masks), torch.cat([torch.rand(1) for _ in masks]))
         torch.set_rng_state(state)
 
     turns.together(forward, backward)
