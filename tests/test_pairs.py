@@ -279,7 +279,7 @@ LAYOUTS = [
     (8, f"--pp 2 --tp 2 --dp 2 --ep 4 --sp {P4} --recompute full --expert-parts 2", BIAS),
     (8, f"--pp 2 --dp 4 --ep 4 {V4} --recompute full --expert-parts 2", DEEPSEEK),
     (8, f"--pp 2 --dp 4 --ep 4 {P4} --zero 2", ALL_NODES),
-    (8, f"--pp 4 --dp 2 --ep 2 --schedule dualpipe-v --microbatches 8 --layers 4", BIAS),
+    (6, "--pp 3 --dp 2 --ep 2 --schedule dualpipe-v --microbatches 8", BIAS),
 ]
 
 
@@ -292,7 +292,7 @@ def test_a_gpt_in_pairs_trains_as_one_process_with_a_loop_over_experts_does(
 
 @pytest.mark.soak
 def test_a_gpt_in_pairs_drops_what_a_loop_drops():
-    for factor in 1e-9, 0.5:
+    for factor in 0.01, 0.5:
         assert_trains_as_a_loop_does(4, f"--pp 2 --tp 2 --ep 2 {V4} --overlap", BIAS, factor)
 
 
