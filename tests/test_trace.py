@@ -27,8 +27,8 @@ LAYOUTS = """processes | flags | lanes
 4 | --tp 2 --dp 2 --ep 4 --experts 4 --sp | tp ep dp
 4 | --tp 2 --dp 2 --ep 2 --experts 4 | tp+ep dp
 4 | --pp 4 --schedule zb-v --microbatches 8 --layers 8 | pp
-4 | --pp 2 --dp 2 --ep 2 --experts 4 --schedule dualpipe-v --microbatches 4 --overlap | pp ep+dp
 3 | --dp 3 | dp
+4 | --pp 2 --dp 2 --ep 2 --experts 4 --schedule dualpipe-v --microbatches 4 --overlap | pp dp+ep dp
 """
 LAYOUTS = [[cell.strip() for cell in line.split("|")] for line in LAYOUTS.splitlines()[1:]]
 

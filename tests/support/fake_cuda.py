@@ -19,14 +19,12 @@ import pickle
 import shutil
 import subprocess
 import sys
-import threading
 import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 SUPPORT = Path(__file__).resolve().parent
@@ -48,7 +46,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import collectives
@@ -57,7 +55,7 @@ import expert_parallel
 import hybrid
 import pipeline
 import tensor_parallel
-from gpu_counts import Stream, as_on_nccl, fused_rms_norm, host_waits_for
+from gpu_counts import Stream, as_on_nccl, fused_rms_norm, host_waits_for, turns_in_same_modes
 
 # ---- outside -------------------------------------------------------------------------------------
 
@@ -259,20 +257,6 @@ def _attention(q, k, v, dropout_p, is_causal, enable_gqa):
     return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 
 
-class Thread(threading.Thread):
-    """Stands in for the thread of pipeline.Turns, and has the modes of the one that makes it."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.modes = _get_current_dispatch_mode_stack()
-
-    def run(self):
-        with ExitStack() as stack:
-            for mode in self.modes:
-                stack.enter_context(mode)
-            super().run()
-
-
 def _patches(watch):
     """Yield patches that replace CUDA and the other ranks."""
     cuda, ignore = torch.cuda, lambda *_, **__: None
@@ -292,8 +276,7 @@ def _patches(watch):
     yield patch.object(FakeTensor, "data_ptr", _address)
     yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
     yield patch.object(torch.nn.functional, "rms_norm", fused_rms_norm)
-    threads = SimpleNamespace(Thread=Thread, Semaphore=threading.Semaphore)
-    yield patch.object(pipeline, "threading", threads)
+    yield turns_in_same_modes()
     yield patch.object(dist, "get_backend", lambda group=None: "nccl")
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     for module in (collectives, pipeline, ddp, hybrid):
