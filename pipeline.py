@@ -32,8 +32,8 @@ It sends       per microbatch and boundary between stages, the activations forwa
                gradient back; each has b s h elements (microbatch size, sequence length, width)
 Overlap        in Pipeline, messages travel while ranks compute, and receives are posted early. In
                1F1B, ranks still wait for some messages, because a rank often needs what its
-               neighbour has just made. pair_up() lets a forward compute beside a
-               backward's messages inside the stages
+               neighbour has just made. With pair_up(), a forward and a backward also
+               compute beside the messages that the other's layers send
 PyTorch's      torch.distributed.pipelining has a class per schedule, and also cuts models into
                stages. By default, it divides gradients by the number of microbatches; here loss_fn
                returns a microbatch's share of the loss. For I and W, it walks the graph twice; here
