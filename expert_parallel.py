@@ -25,8 +25,8 @@ It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its 
                another node only once, however many of its experts are there
 Overlap        shared experts compute while the host waits for message sizes or, in a layer in
                parts, while tokens travel. There, some tokens travel while experts compute others.
-               DeepSeek's DualPipe also computes one microbatch while another's tokens travel; the
-               DualPipe of pipeline.py does not
+               With hand_over, another microbatch computes as well, as in DeepSeek's DualPipe: see
+               pair_up() in pipeline.py
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
                split one expert over several ranks. DeepEP has kernels for both all-to-alls
 
@@ -115,7 +115,7 @@ def switch_layer(x, router, compute, group=None):
 
 
 def dispatch_and_combine(
-    x, experts, weights, num_experts, compute, group=None, shared=None, parts=1
+    x, experts, weights, num_experts, compute, group=None, shared=None, parts=1, hand_over=None
 ):
     """Send each token to the ranks of its experts, compute there, and return the weighted sums.
 
@@ -125,10 +125,11 @@ def dispatch_and_combine(
     shared: a module whose output for x is added. With one part, it is launched before the host
         waits for counts. With several, it computes while the first one travels.
     parts: see "a layer in parts". compute() is called for each part, and all ranks pass the same.
+    hand_over: see MoE.
     Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
     """
-    counts = Counts(experts, num_experts, group, parts)
-    if parts > 1:
+    counts = Counts(experts, num_experts, group, parts, hand_over)
+    if parts > 1 or hand_over is not None:
         at_experts = lambda hop, rows: compute(rows, hop.sizes, hop.counts)
         return run_in_parts(counts, [x], at_experts, weights, shared)
     shared_y = shared(x) if shared is not None else None
@@ -141,8 +142,8 @@ def dispatch_and_combine(
 class Counts:
     """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
 
-    experts, num_experts, group and parts are those of dispatch_and_combine(). Part i of N tokens
-    has num_tokens[i] of them, which may be none. wait() yields a Hop for each part. On rank 0 of
+    The arguments are those of dispatch_and_combine(). Part i of N tokens has num_tokens[i] of them,
+    which may be none. wait() yields a Hop for each part. On rank 0 of
     the picture at the top, where G = 2 and experts = 2 0 1, counts are indexed by [rank][local
     expert]:
 
@@ -151,10 +152,11 @@ class Counts:
                     by_rank = 0 3 1 2, the inverse of by_expert
     """
 
-    def __init__(self, experts, num_experts, group=None, parts=1):
+    def __init__(self, experts, num_experts, group=None, parts=1, hand_over=None):
         _, world_size = rank_and_size(group)
         num_local = num_experts // world_size
         self.group, self.k = group, experts.shape[1]
+        self.hand_over = hand_over
         each, left_over = divmod(len(experts), parts)
         self.num_tokens = [each + (part < left_over) for part in range(parts)]
         choices = experts.split(self.num_tokens)
@@ -194,6 +196,7 @@ class Hop:
     def __init__(self, counts, num_tokens, order, sent, received, receive_counts):
         """counts: the Counts. The others are those of one part, see there."""
         self.group, self.num_tokens = counts.group, num_tokens
+        self.hand_over = counts.hand_over
         self.rows_to = [sum(of_rank) for of_rank in sent]
         self.rows_from = [sum(of_rank) for of_rank in received]
         self.sizes = [sum(of_expert) for of_expert in zip(*received)]
@@ -242,10 +245,10 @@ class Hop:
         y = rows.new_zeros(self.num_tokens, rows.shape[1])
         return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
 
-    def begin_dispatch(self, x):
-        """Begin what dispatch() does; return what end_dispatch() takes."""
+    def begin_dispatch(self, x, hand_over=None):
+        """Begin what dispatch() does; return what end_dispatch() takes. hand_over: see MoE."""
         rows = x.index_select(0, self.token)
-        return post_rows(rows, self.rows_from, self.rows_to, self.group)
+        return post_rows(rows, self.rows_from, self.rows_to, self.group, hand_over)
 
     def end_dispatch(self, rows, journey):
         return self.sort(await_rows(rows, journey))
@@ -253,7 +256,7 @@ class Hop:
     def begin_combine(self, rows):
         """Begin what combine() does; return what end_combine() takes, beside the weights."""
         rows = self.unsort(rows)
-        return post_rows(rows, self.rows_to, self.rows_from, self.group)
+        return post_rows(rows, self.rows_to, self.rows_from, self.group, self.hand_over)
 
     def end_combine(self, rows, journey, weights=None):
         return self.sums(await_rows(rows, journey), weights)
@@ -311,7 +314,8 @@ def count_choices(experts, num_experts):
 
 
 def two_hops(
-    x, experts, weights, num_experts, compute, node_group, cross_group, shared=None, parts=1
+    x, experts, weights, num_experts, compute, node_group, cross_group, shared=None, parts=1,
+    hand_over=None,
 ):
     """Do what dispatch_and_combine() does, but let a token cross to each node at most once.
 
@@ -329,15 +333,15 @@ def two_hops(
     node_of = experts // per_node  # (N, k); -1 stays -1
     is_needed = (node_of.unsqueeze(2) == nodes).any(1)  # (N, num_nodes)
     # the experts of the first hop are the nodes
-    counts = Counts(nodes.where(is_needed, -1), num_nodes, cross_group, parts)
+    counts = Counts(nodes.where(is_needed, -1), num_nodes, cross_group, parts, hand_over)
 
     def in_node(hop, rows, experts, weights):
         is_here = experts // per_node == node
         experts = (experts % per_node).where(is_here, -1)
         args = rows, experts, weights, per_node, compute, node_group
-        return dispatch_and_combine(*args, parts=parts)
+        return dispatch_and_combine(*args, parts=parts, hand_over=hand_over)
 
-    if parts > 1:
+    if parts > 1 or hand_over is not None:
         return run_in_parts(counts, [x, experts, weights], in_node, None, shared)
     shared_y = shared(x) if shared is not None else None
     (hop,) = counts.wait()
@@ -366,6 +370,9 @@ def two_hops(
 # which a token's results are added are those of the whole. A matrix's gradient is the sum of those
 # of the parts, and each part needs kernels and batches of its own. So it pays if messages are long,
 # and if an expert's rows of a part still fill a GPU.
+#
+# Before a layer waits for rows, it calls hand_over(), if it has one. There, pipeline.py lets a pass
+# of another microbatch compute until that pass has to wait for rows of its own.
 
 
 def run_in_parts(counts, tensors, compute, weights, shared):
@@ -376,9 +383,11 @@ def run_in_parts(counts, tensors, compute, weights, shared):
     """
     hops, leaving = [], deque()
     pieces = zip(*[tensor.split(counts.num_tokens) for tensor in tensors])
-    for hop, piece in zip(counts.wait(), pieces):
+    for hop, (x, *others) in zip(counts.wait(), pieces):
         hops.append(hop)
-        leaving.append([hop.begin_dispatch(x) for x in piece])
+        # the others are short, and arrive with x
+        sent = hop.begin_dispatch(x, counts.hand_over)
+        leaving.append([sent, *map(hop.begin_dispatch, others)])
     shared_y = shared(tensors[0]) if shared is not None else None
     returning = deque()
     for hop in hops:
@@ -394,10 +403,12 @@ class Journey:
     """An all-to-all that is under way, in forward from _Post to _Await, in backward the reverse.
 
     received, sent: how many rows come from and go to each rank in forward
+    hand_over: called before the rows are waited for, in both directions; None if they are few
     """
 
-    def __init__(self, received, sent, group):
+    def __init__(self, received, sent, group, hand_over=None):
         self.received, self.sent, self.group = received, sent, group
+        self.hand_over = hand_over
         self.operation = None
         self.gradient = None  # what arrives in backward
 
@@ -409,6 +420,8 @@ class Journey:
         return output
 
     def end(self):
+        if self.hand_over is not None:
+            self.hand_over()
         self.operation.wait()
         self.operation = None  # it holds the tensors
 
@@ -453,9 +466,9 @@ class _Await(torch.autograd.Function):
         return gradient, None
 
 
-def post_rows(rows, received, sent, group):
+def post_rows(rows, received, sent, group, hand_over=None):
     """Begin what all_to_all_in_group() does; return what await_rows() takes."""
-    journey = Journey(received, sent, group)
+    journey = Journey(received, sent, group, hand_over)
     return _Post.apply(rows, journey), journey
 
 
@@ -688,6 +701,10 @@ class MoE(nn.Module):
         parts". All ranks of `group` pass the same number.
     router: further arguments of Router.
 
+    The attribute hand_over is None, or a function that the layer calls while its rows travel, so
+    that something else can compute meanwhile: see Turns in pipeline.py. If it posts messages, all
+    ranks of `group` must have one that posts the same.
+
     Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
     router and of the shared experts are R: the gradients of their copies must be summed.
 
@@ -716,6 +733,7 @@ class MoE(nn.Module):
         self.num_experts, self.capacity_factor = num_experts, capacity_factor
         self.group, self.nodes = group, nodes
         self.parts = parts
+        self.hand_over = None
         self.tp_group, self.balance_groups = tp_group, balance_groups
         self.has_losses = bool(balance_coefficient or z_coefficient)
         self.router = Router(hidden, num_experts, top_k, **router)
@@ -764,9 +782,9 @@ class MoE(nn.Module):
         experts = self._within_capacity(routing.experts)
         args = tokens, experts, routing.weights, self.num_experts, self.experts
         if self.nodes:
-            y = two_hops(*args, *self.nodes, self.shared, self.parts)
+            y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
         else:
-            y = dispatch_and_combine(*args, self.group, self.shared, self.parts)
+            y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
         if with_losses:
             y = self._with_losses(y, routing, experts, *counts)
         y = y.view(x.shape)

@@ -28,7 +28,8 @@ Overlap        pp   activations travel while other microbatches compute
                cp   keys and values travel while attention to the previous ones is computed (ring)
                tp   in backward, gradients of activations are summed while those of weights are
                     computed; with --sp, large messages also travel during forward's products
-               ep   if messages are long, some tokens travel while experts compute others
+               ep   if messages are long, some tokens travel while experts compute others. With
+                    --overlap, a forward and a backward compute beside each other's messages
 PyTorch's      DTensor over a DeviceMesh combines all axes but pp. Here all tensors are plain
 
 Every layout computes what one process does, up to rounding. The loss is the sum of the token losses
@@ -92,7 +93,8 @@ from collectives import (
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, Router, tally_metrics
 from pipeline import (
-    SCHEDULES, Pipeline, WeightGradStore, forward_only, one_f_one_b_step, simulate, sum_replicas,
+    SCHEDULES, Pipeline, WeightGradStore, forward_only, one_f_one_b_step, pair_up, simulate,
+    sum_replicas,
 )
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, recompute_groups, ring_attention,
@@ -463,6 +465,9 @@ class Trainer:
         # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all of them
         options |= {"defer": deferred, "sync_each": args.zero > 1}
         self.pipeline = Pipeline(self.stages, schedule, self.loss, **options)
+        if args.overlap:
+            for mixture in self.mixtures.values():
+                mixture.hand_over = self.pipeline.turns.hand_over
 
     def parameters(self, home=None):
         """Return this rank's parameters, or ZeRO's pieces of them: all, or those of one Home."""
@@ -2677,6 +2682,9 @@ class Args(GPTConfig):
                           needs="--cp > 1")  # fmt: skip
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES,
                          needs="--pp > 1", neutral="1f1b")  # fmt: skip
+    overlap: bool = flag(False, "compute a forward and a backward in turns, each while the other's "
+                         "tokens travel to experts: pays where they cross nodes",
+                         needs="--schedule dualpipe or dualpipe-v")  # fmt: skip
     chunks: int = flag(2, "pipeline stages on each rank", needs=f"--schedule {WITH_CHUNKS}",
                        neutral=1)  # fmt: skip
     microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)")
@@ -2936,6 +2944,7 @@ def check(args):
     if not args.experts or args.moe_every > 1:  # some layers have an MLP, which tp splits
         must_divide(args, "tp", "ffn")
     must_divide(args, "ep", "dp * cp * tp")
+    need(args.ep > 1 or not args.overlap, "--overlap needs --ep > 1")
     if args.experts:
         must_divide(args, "ep", "experts")
         need(args.top_k <= args.experts, f"{shown('top_k')} is more than {shown('experts')}")
@@ -2968,6 +2977,8 @@ def schedule_of(args):
         sentence = sentence.replace("num_microbatches", "--microbatches")
         sentence = re.sub(r"(?<=\w)=", " ", sentence)
         raise ValueError(f"{as_typed('schedule', args.schedule)}: {sentence}") from None
+    if args.overlap:
+        pair_up(schedule)
     stages = len(schedule.routes[0])
     # the first stage may hold just the embedding, and the last one just the head
     need(args.layers + 2 >= stages, f"--layers {args.layers} is too few for {stages} stages")

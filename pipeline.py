@@ -32,7 +32,8 @@ It sends       per microbatch and boundary between stages, the activations forwa
                gradient back; each has b s h elements (microbatch size, sequence length, width)
 Overlap        in Pipeline, messages travel while ranks compute, and receives are posted early. In
                1F1B, ranks still wait for some messages, because a rank often needs what its
-               neighbour has just made
+               neighbour has just made. With pair_up(), a forward and a backward also
+               compute beside the messages that the other's layers send
 PyTorch's      torch.distributed.pipelining has a class per schedule, and also cuts models into
                stages. By default, it divides gradients by the number of microbatches; here loss_fn
                returns a microbatch's share of the loss. For I and W, it walks the graph twice; here
@@ -51,6 +52,7 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe; DualPipeV is in Dee
 
 import argparse
 import os
+import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -207,6 +209,7 @@ class Schedule(list):
     needed, made: {(action, rank): Transfer}, what an action needs before it begins and what it
         makes. A W has neither. Where a route begins, F needs nothing and B makes nothing; where it
         ends, F makes nothing and B needs nothing.
+    pairs: a set of (F, rank), the forwards that take turns with the B that follows: see pair_up().
 
     Raises ValueError if a rank has no actions.
     """
@@ -217,6 +220,7 @@ class Schedule(list):
             raise ValueError(f"rank {self.index([])} has no actions")
         self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
         self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
+        self.pairs = set()
         self.needed = {}
         self.made = {}
         for microbatch in range(self.num_microbatches):
@@ -227,6 +231,15 @@ class Schedule(list):
     def route(self, microbatch):
         """Return the places that a microbatch visits on its way forward."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
+
+    def steps(self, rank):
+        """Yield the rank's actions in lists, of two for a pair and of one for others."""
+        actions = iter(self[rank])
+        for action in actions:
+            step = [action]
+            if (action, rank) in self.pairs:
+                step.append(next(actions))
+            yield step
 
     def _link(self, kinds, microbatch, places):
         """Record the transfers between successive places. A B and an I have the same transfers."""
@@ -393,8 +406,8 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    If F = I = W, the bubble is half of what the table says. In the paper a forward and a backward
-    overlap and take less than F+B. Raises ValueError if p or m is odd, or m < 2p.
+    If F = I = W, the bubble is half of what the table says. In the paper, an F and the B after it
+    overlap and take less than F+B: see pair_up(). Raises ValueError if p or m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
@@ -444,6 +457,23 @@ def _dualpipe_letters(rank, p, per_end):
         + deferred[inner:]  # step 8: the Ws that are left
     )
     return letters if rank < p // 2 else letters.swapcase()  # now capitals act on chunk 0
+
+
+def pair_up(schedule):
+    """Make a pair of each F and the B of another chunk that follows it; return the schedule.
+
+    This is what DualPipe is for: the two passes of a pair take turns (see Turns), so that one
+    computes while the other's tokens travel to experts and back. A pair begins when the inputs of
+    both have arrived, and sends both results at its end. dualpipe() and dualpipe_v() can finish
+    with pairs, and their bubbles are then at most what the table says. The F and B of 1F1B are of
+    one chunk, on the last rank even of one microbatch. To pair them, it would need almost twice the
+    warmup, and hold twice the activations.
+    """
+    for rank, actions in enumerate(schedule):
+        for action, following in zip(actions, actions[1:]):
+            if action.kind + following.kind == "FB" and action.chunk != following.chunk:
+                schedule.pairs.add((action, rank))
+    return schedule
 
 
 # ---- what the schedules cost ---------------------------------------------------------------------
@@ -574,28 +604,33 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     """Time a schedule. Every rank does its actions in order, each as soon as its input has arrived.
 
     forward, backward: times of F and B of one chunk. weight: the part of B that is W. message: the
-    time a tensor travels between ranks. Raises ValueError if a microbatch lacks an action, repeats
-    one or has them out of order, or if the schedule cannot finish; the error says where ranks wait.
+    time a tensor travels between ranks. A pair takes F + B, as if its B followed its F. Raises
+    ValueError if a microbatch lacks an action, repeats one or has them out of order, or if the
+    schedule cannot finish; the error says where ranks wait.
     """
     _check_actions(schedule)
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     start, end = [{} for _ in schedule], [{} for _ in schedule]
-    remaining = [deque(actions) for actions in schedule]
+    remaining = [deque(schedule.steps(rank)) for rank in range(len(schedule))]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
     arrived = {None: 0.0}  # {Transfer: time}; None is the key for actions that need no Transfer
     progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(remaining):
-            while actions and (needed := schedule.needed.get((actions[0], rank))) in arrived:
-                action = actions.popleft()
-                start[rank][action] = max(free[rank], arrived[needed])
-                free[rank] = end[rank][action] = start[rank][action] + duration[action.kind]
-                if made := schedule.made.get((action, rank)):
-                    arrived[made] = free[rank] + (message if made.destination != rank else 0)
+        for rank, steps in enumerate(remaining):
+            needs = lambda action: schedule.needed.get((action, rank))
+            while steps and all(needs(action) in arrived for action in steps[0]):
+                step = steps.popleft()
+                free[rank] = max(free[rank], *[arrived[needs(action)] for action in step])
+                for action in step:
+                    start[rank][action] = free[rank]
+                    free[rank] = end[rank][action] = free[rank] + duration[action.kind]
+                for action in step:
+                    if made := schedule.made.get((action, rank)):
+                        arrived[made] = free[rank] + (message if made.destination != rank else 0)
                 progress = True
     if any(remaining):
-        stuck = [(rank, actions[0]) for rank, actions in enumerate(remaining) if actions]
+        stuck = [(rank, steps[0][0]) for rank, steps in enumerate(remaining) if steps]
         where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
         raise ValueError(f"the schedule cannot finish: {where} waiting for missing inputs")
     work = [sum(duration[action.kind] for action in actions) for actions in schedule]
@@ -660,6 +695,7 @@ def program(schedule, rank, reducing=()):
 
         receive, send   post the message of a Transfer, and go on while it travels
         wait            wait until the message is done
+        pair            perform an F in turns with the B that the next item performs
         do              perform an Action
         do and reduce   perform an Action of `reducing`, in which gradients over replicas are summed
 
@@ -684,12 +720,16 @@ def program(schedule, rank, reducing=()):
                 yield "wait", sent.popleft()
 
     yield from post()
-    for action in schedule[rank]:
-        needed = schedule.needed.get((action, rank))
-        if needed and needed.source != rank:  # else it comes from a chunk of this rank
-            yield "wait", needed
-        yield ("do and reduce" if action in reducing else "do"), action
-        made.add(schedule.made.get((action, rank)))
+    for step in schedule.steps(rank):
+        for action in step:
+            needed = schedule.needed.get((action, rank))
+            if needed and needed.source != rank:  # else it comes from a chunk of this rank
+                yield "wait", needed
+        *forward, last = step
+        for action in forward:
+            yield "pair", action
+        yield ("do and reduce" if last in reducing else "do"), last
+        made.update(schedule.made.get((action, rank)) for action in step)
         yield from post()
     for transfer in sent:
         yield "wait", transfer
@@ -743,6 +783,9 @@ class Pipeline:
     defer: the WeightGradStore to which layers of the stages defer products.
     sync_each: reduce gradients over replicas after each microbatch, as ZeRO-2 and ZeRO-3 do.
 
+    turns, an attribute, is the Turns of the schedule's pairs. Layers of the stages whose messages
+    should travel beside the other pass call turns.hand_over() while they do.
+
     A stage may use torch.utils.checkpoint, as in the GPipe paper. DualPipe needs sum_replicas().
 
     Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group,
@@ -757,6 +800,7 @@ class Pipeline:
         self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
         self.schedule, self.loss_fn, self.group = schedule, loss_fn, group
         self.defer = defer or WeightGradStore()
+        self.turns = Turns()
         _check_schedule(schedule, self.stages, group)
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
@@ -793,6 +837,15 @@ class Pipeline:
         messages = {}  # {Transfer: its message, until it is waited for}
         self.step_is_pending = len(self.schedule) > 1
         post = partial(exchange, group=self.group, async_op=True)
+        forward = None  # the task of a pair's F, until its B comes
+
+        def do(action, reduces=False):
+            needed = self.schedule.needed.get((action, self.rank))
+            made = self.schedule.made.get((action, self.rank))
+            result = self.perform(action, tensors.pop(needed, None), reduces)
+            if made:
+                tensors[made] = result
+
         for verb, subject in self.program:
             if verb == "receive":
                 tensors[subject] = torch.empty(**self.like)
@@ -801,13 +854,14 @@ class Pipeline:
                 messages[subject] = post([(tensors.pop(subject), subject.destination)], [])
             elif verb == "wait":
                 messages.pop(subject).wait()
+            elif verb == "pair":
+                forward = partial(do, subject)
+            elif forward is not None:
+                backward = partial(do, subject, verb == "do and reduce")
+                self.turns.together(forward, backward, self.like["device"])
+                forward = None
             else:
-                needed = self.schedule.needed.get((subject, self.rank))
-                made = self.schedule.made.get((subject, self.rank))
-                reduces = verb == "do and reduce"
-                result = self.perform(subject, tensors.pop(needed, None), reduces)
-                if made:
-                    tensors[made] = result
+                do(subject, verb == "do and reduce")
         self.step_is_pending = False
         self.inputs = self.targets = self.loss_arguments = ()
         return self.loss
@@ -885,7 +939,7 @@ def _check_schedule(schedule, stages, group):
     """Raise ValueError on all ranks if schedules differ, or on a rank whose stages do not fit."""
     rank, num_stages = rank_and_size(group)
     # NCCL needs all ranks in a group's first operation, so this gather must precede step().
-    schedules = gather_objects((list(schedule), schedule.routes), group)
+    schedules = gather_objects((list(schedule), schedule.routes, schedule.pairs), group)
     if any(other != schedules[0] for other in schedules):
         raise ValueError("the ranks of the group have different schedules")
     if len(schedule) != num_stages:
@@ -1011,6 +1065,118 @@ def _add_products(products):
     # autograd begins with the last node that was made, so products run in the order of put()
     roots = [_Deferred.apply(*products.pop()) for _ in list(products)]
     torch.autograd.backward(roots)
+
+
+# ---- two passes in turns -------------------------------------------------------------------------
+
+
+class Turns:
+    """Lets a forward and a backward take turns, so that one computes while the other's rows travel.
+
+    Each pass is a call in a thread of its own, but only one of them runs at a time. A layer that
+    has posted a message calls hand_over() before it waits for it, and the call returns when the
+    other pass has come to its own next wait, or to its end. So ranks that run the same two passes
+    post their messages in the same order, and a GPU has the kernels of both in one stream. The
+    backward begins, since its first message follows hardly any work. Here, a layer of experts sends
+    its rows to experts (dispatch) and back (combine), one line after the other:
+
+        backward   posts combine's gradients
+        forward    attention, router, posts dispatch        beside combine's gradients
+        backward   experts, posts dispatch's gradients      beside dispatch
+        forward    experts, posts combine                   beside dispatch's gradients
+        backward   router, attention, the layer before      beside combine
+
+    On a GPU, autograd runs a backward's nodes in a thread of its own, which waits in hand_over().
+    So the forward must not call backward(), and two backwards cannot take turns.
+    """
+
+    def __init__(self):
+        self.running = 0  # passes that have begun and not ended
+        self.turn = 0  # whose turn it is: 0 is the forward, 1 the backward
+        self.errors = []
+
+    def together(self, forward, backward, device=None):
+        """Call forward() in this thread, and in turns with it backward() in another.
+
+        If one fails, the other fails at its next turn; the first error is raised here. device: that
+        of the tensors (None is the default). Its random generators belong to the process, and a
+        recomputation in backward sets them back for a while. So each pass has states of its own,
+        and afterwards the states are those of the forward.
+        """
+        self.device = torch.device(device or torch.get_default_device())
+        self.may_run = [threading.Semaphore(0), threading.Semaphore(0)]
+        self.states = [self._random_states(), self._random_states()]
+        self.running = 2
+        self.errors = []
+        modes = modes_of_thread(self.device)
+        thread = threading.Thread(target=self._run, args=(1, backward, modes), daemon=True)
+        thread.start()
+        self.may_run[1].release()
+        self._run(0, forward, nullcontext())
+        thread.join()
+        self._set_random_states(0)
+        errors = self.errors
+        self.errors = []
+        if errors:
+            raise errors[0]
+
+    def hand_over(self):
+        """Let the other pass run until it hands over, or ends. Without another, return at once."""
+        if self.running == 2:
+            own = self.turn
+            self._end_turn(own)
+            self._begin_turn(own)
+        if self.errors:
+            raise RuntimeError("the pass that takes turns with this one has failed")
+
+    def _run(self, number, task, modes):
+        try:
+            self._begin_turn(number)
+            if not self.errors:
+                with modes:
+                    task()
+        except BaseException as error:
+            self.errors.append(error)
+        self.running -= 1
+        self._end_turn(number)
+
+    def _begin_turn(self, number):
+        self.may_run[number].acquire()
+        self.turn = number
+        self._set_random_states(number)
+
+    def _end_turn(self, number):
+        self.states[number] = self._random_states()
+        self.may_run[1 - number].release()
+
+    def _random_states(self):
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return states
+
+    def _set_random_states(self, number):
+        torch.set_rng_state(self.states[number][0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(self.states[number][1], self.device)
+
+
+def modes_of_thread(device):
+    """Return a context manager, for another thread, with the modes that this thread has now."""
+    with_grad = torch.is_grad_enabled()
+    autocast = {"enabled": torch.is_autocast_enabled(device.type)}
+    autocast["dtype"] = torch.get_autocast_dtype(device.type)
+    autocast["cache_enabled"] = torch.is_autocast_cache_enabled()
+    stream = nullcontext()
+    if device.type == "cuda":
+        stream = torch.cuda.stream(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def modes():
+        with torch.set_grad_enabled(with_grad), torch.autocast(device.type, **autocast), stream:
+            yield
+
+    return modes()
 
 
 # ---- replicas ------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from ranks import PROJECT, run, torchrun
 # ---- every flag ----------------------------------------------------------------------------------
 
 # What changes: `bits` of the weights, `messages`, `memory` that autograd holds, `output` (what is
-# printed, and which files are written), the `patience` of a group, or the run is `refused`.
+# printed, and which files are written), the `patience` of a group, or the run is `refused`. Two
+# processes are too few for --overlap, which test_pairs.py compares with a run without it.
 EFFECTS = """a flag | flags that it needs | what changes
 --layers 3 | | bits
 --hidden 32 | | bits
@@ -51,6 +52,7 @@ EFFECTS = """a flag | flags that it needs | what changes
 --replicate 2 | | messages
 --cp-method allgather | --cp 2 | messages
 --schedule gpipe | --pp 2 --microbatches 4 | memory
+--overlap | | refused
 --chunks 3 | --layers 4 --pp 2 --schedule interleaved | messages
 --microbatches 2 | | memory
 --ep 2 | --experts 4 | messages

@@ -12,13 +12,14 @@ import hybrid
 import rehearse
 from collectives import all_reduce, observe
 from expert_parallel import Router
-from gpu_counts import fused_rms_norm, nccl_over_gloo
+from gpu_counts import fused_rms_norm, nccl_over_gloo, turns_in_same_modes
 from layouts import soak_but
 from ranks import run
 from tensor_parallel import attention
 from trace import axes_of
 
 SIZES = "--layers 2 --hidden 32 --heads 4 --seq-len 32 --vocab-size 67 --batch-size 16"
+PAIRS = "--layers 4 --pp 2 --dp 2 --ep 2 --experts 4 --microbatches 4 --overlap"
 LAYOUTS = [  # (GPUs per node, flags for 4 ranks)
     (2, "--dp 2 --tp 2 --sp --zero 2 --microbatches 2"),
     (2, "--layers 4 --pp 4 --microbatches 4 --recompute selective"),
@@ -36,6 +37,8 @@ LAYOUTS = [  # (GPUs per node, flags for 4 ranks)
     (4, "--dp 2 --tp 2 --ep 2 --experts 4 --zero 3 --recompute full --microbatches 2"),
     (4, "--block llama --kv-heads 2 --pp 2 --tp 2 --sp --microbatches 2 --dtype bf16"),
     (2, "--block llama --dp 2 --ep 2 --experts 4 --shared-experts 1 --cp 2 --zero 2"),
+    (4, f"{PAIRS} --schedule dualpipe-v --recompute full --expert-parts 2"),
+    (4, f"{PAIRS} --schedule dualpipe --zero 2"),
 ]
 
 
@@ -56,6 +59,7 @@ def _real(flags, per_node):
     watch, fused = rehearse.Watch(), lambda q, k, v, dropout: attention(q, k, v)
     with (
         nccl_over_gloo(),
+        turns_in_same_modes(),
         patch.object(Router, "choose", even_choice),
         patch.object(hybrid, "attention", fused),
         patch.object(torch.nn.functional, "rms_norm", fused_rms_norm),

@@ -28,6 +28,7 @@ LAYOUTS = """processes | flags | lanes
 4 | --tp 2 --dp 2 --ep 2 --experts 4 | tp+ep dp
 4 | --pp 4 --schedule zb-v --microbatches 8 --layers 8 | pp
 3 | --dp 3 | dp
+4 | --pp 2 --dp 2 --ep 2 --experts 4 --schedule dualpipe-v --microbatches 4 --overlap | pp dp+ep dp
 """
 LAYOUTS = [[cell.strip() for cell in line.split("|")] for line in LAYOUTS.splitlines()[1:]]
 
@@ -69,6 +70,10 @@ def test_lanes_have_every_operation_and_its_bytes_and_the_parts_add_up(processes
         assert {*parts} <= {"compute", "rest", *waits}
         assert max(end for spans in own.values() for _, end, *_ in spans) <= sum(parts.values())
         _assert_apart(trace.events_of(rank, own))
+
+
+def test_the_time_of_passes_in_turns_is_counted_once():
+    assert trace.covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
 
 
 def _assert_apart(events):

@@ -55,7 +55,7 @@ import expert_parallel
 import hybrid
 import pipeline
 import tensor_parallel
-from gpu_counts import Stream, as_on_nccl, fused_rms_norm, host_waits_for
+from gpu_counts import Stream, as_on_nccl, fused_rms_norm, host_waits_for, turns_in_same_modes
 
 # ---- outside -------------------------------------------------------------------------------------
 
@@ -276,6 +276,7 @@ def _patches(watch):
     yield patch.object(FakeTensor, "data_ptr", _address)
     yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
     yield patch.object(torch.nn.functional, "rms_norm", fused_rms_norm)
+    yield turns_in_same_modes()
     yield patch.object(dist, "get_backend", lambda group=None: "nccl")
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     for module in (collectives, pipeline, ddp, hybrid):

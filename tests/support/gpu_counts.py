@@ -6,21 +6,25 @@
     with as_on_nccl(): ...          runs the collectives as on NCCL, over gloo
     with nccl_over_gloo(): ...      the same, under the strictest reading of NCCL's rules
     with as_alone(): ...            sends nothing; other ranks have the same values as this one
+    with turns_in_same_modes(): ... a backward in turns with a forward (pipeline.py) is counted, too
 """
 
 import copy
 import sys
+import threading
 import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import collectives
+import pipeline
 import tensor_parallel
 from collectives import observe
 
@@ -177,3 +181,23 @@ def batches(**options):
 
     with as_on_nccl(**options), observe(listen):
         yield count
+
+
+class _Thread(threading.Thread):
+    """A thread with the dispatch modes of the thread that makes it."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.modes = _get_current_dispatch_mode_stack()
+
+    def run(self):
+        with ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode)
+            super().run()
+
+
+def turns_in_same_modes():
+    """Let both passes of pipeline.Turns have the dispatch modes, such as a counter's."""
+    threads = SimpleNamespace(Thread=_Thread, Semaphore=threading.Semaphore)
+    return patch.object(pipeline, "threading", threads)

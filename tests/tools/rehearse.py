@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid
 from collectives import observe
-from gpu_counts import as_alone, fused_rms_norm
+from gpu_counts import as_alone, fused_rms_norm, turns_in_same_modes
 from plan import MODELS
 from tensor_parallel import attention
 from trace import axes_of
@@ -118,6 +118,7 @@ def stand_ins(watch, args, rank):
     fused = lambda q, k, v, dropout: attention(q, k, v)  # the CPU's kernel has no dropout
     with (
         as_alone(),
+        turns_in_same_modes(),
         patch.multiple(FakeTensor, tolist=tolist, item=lambda t: 0, data_ptr=address),
         patch.multiple(torch.UntypedStorage, data_ptr=lambda own: own._cdata, resize_=resize),
         patch.object(torch.nn.Module, "to_empty", lambda module, **_: module),

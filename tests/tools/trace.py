@@ -58,6 +58,15 @@ def microseconds(began, moment):
     return 1e3 * began.elapsed_time(moment)
 
 
+def covered(spans):
+    """Return the time that spans (begin, end) cover. Two passes that take turns have one time."""
+    total = last = 0.0
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return total
+
+
 def traced(trainer, *batch):
     """Take a step; return {lane: [(begin, end, name, details)]} and {part: microseconds}."""
     axes, told, spans = axes_of(trainer.mesh), {}, []
@@ -82,7 +91,7 @@ def traced(trainer, *batch):
         for action, *span in spans
     ]
     lanes = {"compute": actions[:]}
-    parts = Counter(compute=sum(end - begin for begin, end, *_ in actions))
+    parts = Counter(compute=covered((begin, end) for begin, end, *_ in actions))
     for operation in [operation for operation in told if operation.group in axes]:
         axis, (moments, sent) = axes[operation.group], told[operation]
         begin, *posts, end = map(since, moments)
