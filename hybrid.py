@@ -63,13 +63,14 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import sys
 import sysconfig
 import time
 from collections import ChainMap, Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -295,13 +296,10 @@ def train(args, device):
     Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving.
     A save that is under way ends first.
     """
-    on_all_ranks(check_memory, args)
+    on_all_ranks(check_memory, args, device)
     data, data_digest = read_data(args)
     on_all_ranks(prompt_of, args, data)  # refuses a wrong --prompt before the first step
-    mesh = make_mesh(args)
-    if device.type == "cpu":  # a GPU refuses memory that it lacks; Linux kills a process
-        on_all_ranks(check_room, args, mesh)
-    trainer = Trainer(args, mesh, device)
+    trainer = Trainer(args, make_mesh(args), device)
     trainer.data_digest = data_digest
     if args.checkpoint:
         folder = Path(args.checkpoint)
@@ -1068,7 +1066,7 @@ def flag(default, help, **details):
     """Declare a dataclass field that is also a flag of the command line.
 
     details: choices, or the bounds of a number, which must be in [least, below). By default, least
-        is 1, or 0 for a float, and below is infinity.
+        is 1, or 0 for a float, and below is 2**31, or infinity for a float.
         needs: what the flag has no effect without, as in "--checkpoint", "--cp > 1" or
             "--lr-decay cosine or linear". If it is missing, the flag is refused, except with the
             value `neutral`, which means that the flag is off.
@@ -1081,7 +1079,7 @@ def flag(default, help, **details):
 class GPTConfig:
     """A GPT. In shapes, D is hidden, V is vocab_size, T is seq_len / cp, and B counts sequences."""
 
-    layers: int = flag(4, "number of transformer layers", group="model")
+    layers: int = flag(4, "number of transformer layers", below=10**5, group="model")
     hidden: int = flag(128, "width of the model")
     heads: int = flag(4, "attention heads")
     seq_len: int = flag(64, "tokens in a sequence")
@@ -1746,9 +1744,15 @@ MEGATRON = {b"\1": "uint8", b"\3": "int16", b"\4": "int32", b"\5": "int64", b"\x
 
 
 def head_of(path):
-    """Return the first bytes of a file."""
+    """Return the first bytes of a file. Reading from a pipe might wait for ever."""
+    need(is_regular(path), f"{path.name} is neither a file nor a folder")
     with path.open("rb") as file:
         return file.read(HEAD)
+
+
+def is_regular(path):
+    """Return whether a path is a file on a disk, and not a pipe, a device or a folder."""
+    return stat.S_ISREG(path.stat().st_mode)
 
 
 def fault_of_text(head):
@@ -1826,6 +1830,8 @@ def read_folder(path, pattern):
     for entry in sorted(path.glob(pattern)):
         if entry.is_dir():
             skipped.append(f"{entry.name}/")
+        elif not is_regular(entry):
+            skipped.append(entry.name)
         elif entry.suffix == ".jsonl":
             texts.append(bytes(read_text(entry)))
             separator = DOCUMENT_END
@@ -1905,28 +1911,34 @@ def check_tokens(data, vocab_size, source):
     return hashlib.sha256(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()
 
 
-def check_memory(args):
-    """Raise ValueError if a rank's tokens of a batch take more memory than the machine has."""
+def check_memory(args, device):
+    """Raise ValueError if tokens or, on CPUs, weights take more memory than the machine has.
+
+    A GPU says by itself that its memory is full. Linux does not: it kills a process.
+    """
     tokens = args.batch_size // args.dp * (args.seq_len + 1)
     size = 24 * tokens + 8 * args.batch_size  # windows, inputs and targets are int64; all starts
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    sizes = f"a rank's tokens take {size / 2**30:,.0f} GiB of {memory / 2**30:,.0f} GiB of memory"
+    gib = lambda nbytes: f"{nbytes // 2**30:,} GiB"
+    sizes = f"a rank's tokens take {gib(size)} of {gib(memory)} of memory"
     need(size < memory, f"{as_typed('batch_size', args.batch_size)}: {sizes}")
+    if device.type == "cpu":
+        names = ["layers", "hidden", "ffn", "vocab_size"]
+        names += ["experts", "shared_experts"] if args.experts else []
+        typed = " ".join(as_typed(name, getattr(args, name)) for name in names)
+        size = 4 * least_weights(args) * args.per_node
+        ranks = f"weights of {args.per_node} ranks take {gib(size)} or more"
+        need(size < memory, f"{typed}: {ranks} of {gib(memory)} of memory")
 
 
-def check_room(args, mesh):
-    """Raise ValueError if the weights of a node's ranks take more memory than the machine has.
-
-    Each rank creates its layers whole before ZeRO divides them, and all ranks do so at once.
-    """
-    routes = schedule_of(args).routes
-    positions = torch.empty(0)
-    chunks = make_chunks(args, mesh, torch.device("meta"), routes, positions, WeightGradStore())
-    size = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    taken = f"{args.per_node} x {size / 2**30:,.1f} GiB of {memory / 2**30:,.1f} GiB of memory"
-    shape = " ".join(as_typed(name, getattr(args, name)) for name in ("layers", "hidden"))
-    need(args.per_node * size < memory, f"{shape}: the weights of a node's ranks take {taken}")
+def least_weights(args):
+    """Return the mean number of elements of a rank's matrices, as if tp or ep divided them all."""
+    whole = replace(args, top_k=args.experts)  # a token that used all experts would use all weights
+    total = args.hidden * args.vocab_size
+    for layer in range(args.layers):
+        flops, _ = forward_flops(whole, args.has_experts(layer))
+        total += flops // 2
+    return total // (args.pp * max(args.tp, args.ep))
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -2561,7 +2573,8 @@ class Log:
         self.peak = peak_tflops(args, trainer.device)
         path = args.metrics if self.speaks and args.metrics else os.devnull
         mode = "a" if trainer.steps_done else "w"
-        self.file = on_all_ranks(open, path, mode, prefix=f"--metrics {args.metrics}: ")
+        open_file = partial(open, path, mode, opener=open_without_waiting)
+        self.file = on_all_ranks(open_file, prefix=f"--metrics {args.metrics}: ")
         self.write({"flags": flags_of(args)})
         for line in describe(trainer):
             self.say(line)
@@ -2612,6 +2625,11 @@ class Log:
         except OSError as error:
             self.say(f"warning: --metrics ends here: {error}")
             self.file = open(os.devnull, "w")
+
+
+def open_without_waiting(path, flags):
+    """Open a file for open(). A pipe that nobody reads, or not fast enough, raises OSError."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def describe(trainer):
@@ -2687,7 +2705,8 @@ class Args(GPTConfig):
                          needs="--schedule dualpipe or dualpipe-v")  # fmt: skip
     chunks: int = flag(2, "pipeline stages on each rank", needs=f"--schedule {WITH_CHUNKS}",
                        neutral=1)  # fmt: skip
-    microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)")
+    microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)",
+                                    below=10**5)  # fmt: skip
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread",
                    needs="--experts", neutral=1)  # fmt: skip
     expert_parts: int | None = flag(None, "parts of a microbatch, some of which travel beside the "
@@ -2777,6 +2796,9 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(sentence)
 
 
+MOST = {int: 2**31, float: math.inf}  # what a number must be below, unless its flag says it
+
+
 def options_of(flag):
     """Return the options of add_argument() for a flag."""
     details = flag.metadata
@@ -2793,7 +2815,7 @@ def options_of(flag):
         options["type"] = not_empty
     if kind is not str and "choices" not in details:
         least = details.get("least", 1 if kind is int else 0)
-        options["type"] = at_least(least, kind, details.get("below", math.inf))
+        options["type"] = at_least(least, kind, details.get("below", MOST[kind]))
         options["metavar"] = "N"
     return options
 
@@ -2945,6 +2967,8 @@ def check(args):
         must_divide(args, "tp", "ffn")
     must_divide(args, "ep", "dp * cp * tp")
     need(args.ep > 1 or not args.overlap, "--overlap needs --ep > 1")
+    # a schedule of too many stages would take minutes to make, before schedule_of() refuses it
+    need(args.chunks <= args.layers + 2, f"{shown('layers')} is too few for {shown('chunks')}")
     if args.experts:
         must_divide(args, "ep", "experts")
         need(args.top_k <= args.experts, f"{shown('top_k')} is more than {shown('experts')}")
@@ -3136,6 +3160,12 @@ def is_lost_connection(error):
     return bool(re.search("lost rank|[Cc]onnection (closed|reset)|Broken pipe", str(error)))
 
 
+def is_out_of_memory(error):
+    """Return whether an error says that the host or a GPU has no memory left."""
+    kinds = MemoryError, torch.OutOfMemoryError
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+
+
 def silent_ranks(store, rank, world_size, seconds=10):
     """Tell the others that this rank has lost a connection, and return the ranks that do not.
 
@@ -3223,7 +3253,11 @@ def main(argv=None, work=train):
     except TrainingError as error:
         say(f"error: {error}")
         status = error.status
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            line = str(error).split("\n")[0]
+            say(f"error: rank {rank} has no memory left: {line}", everywhere=True)
+            return 1
         if not is_lost_connection(error):
             raise
         report_lost_connection(error, place, say)

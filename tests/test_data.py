@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import re
 import struct
 from contextlib import redirect_stdout
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import hybrid
 from ranks import on_ranks, run
 
+CPU = torch.device("cpu")
 TOKENS = np.random.default_rng(0).integers(0, 50257, 20_000)
 GPT2 = 50304  # a vocabulary whose tokens fit in 16 bits
 LLAMA = 128256  # and one whose tokens do not
@@ -149,13 +151,14 @@ def test_a_folder_names_what_it_skips_and_without_a_text_it_says_where_tokens_be
         (tmp_path / name).write_bytes(NO_TEXT[name][0])
     (tmp_path / "late.txt").write_bytes(b"x" * hybrid.HEAD + b"\0")
     (tmp_path / "sub").mkdir()
-    with pytest.raises(ValueError, match="^no text, but a.gz, a.idx, a.npy and 3 more: .*train.b"):
+    os.mkfifo(tmp_path / "zpipe")
+    with pytest.raises(ValueError, match="^no text, but a.gz, a.idx, a.npy and 4 more: .*train.b"):
         hybrid.load_data(tmp_path, 4)
     (tmp_path / "latin1.txt").write_text(SENTENCE[:5] * 99, "latin1")
     data = hybrid.load_data(tmp_path, 4)
     assert bytes(joined(data)) == (SENTENCE[:5] * 99).encode("latin1")
-    assert data.skipped == ("a.gz", "a.idx", "a.npy", "a.txt", "late.txt", "sub/")
-    line = f"--data {tmp_path}: skips a.gz, a.idx, a.npy and 3 more, not text\n"
+    assert data.skipped == ("a.gz", "a.idx", "a.npy", "a.txt", "late.txt", "sub/", "zpipe")
+    line = f"--data {tmp_path}: skips a.gz, a.idx, a.npy and 4 more, not text\n"
     for printed in run(2, _printed, f"--data {tmp_path} --seq-len 4"):
         assert printed == [line, ""]
 
@@ -266,27 +269,10 @@ def test_a_run_with_a_token_outside_the_vocabulary_ends_before_its_model_exists(
 
 @on_ranks(2)
 def test_a_batch_that_no_memory_holds_is_one_error_on_all_ranks():
-    args = hybrid.parse(f"--batch-size {10**15}".split(), 2)
-    with pytest.raises(hybrid.TrainingError, match=f"^--batch-size {10**15}: .*GiB") as error:
+    args = hybrid.parse("--batch-size 2000000000 --seq-len 9999".split(), 2)
+    with pytest.raises(hybrid.TrainingError, match="^--batch-size 2000000000: .*GiB") as error:
         hybrid.train(args, torch.device("cpu"))
     assert error.value.status == 2
-
-
-@on_ranks(2)
-def test_weights_that_a_machine_cannot_hold_are_one_error_before_they_are_created(tmp_path):
-    """All ranks of a machine create their layers at once, each its half of the model."""
-    if dist.get_rank() == 0:
-        (tmp_path / "text").write_text("some text, " * 1000)
-    dist.barrier()
-    args = hybrid.parse(f"--tp 2 --hidden 32 --data {tmp_path}/text".split(), 2)
-    cpu = torch.device("cpu")
-    size = sum(p.nbytes for p in hybrid.Trainer(args, hybrid.make_mesh(args), cpu).parameters())
-    memory = {"SC_PHYS_PAGES": 2 * size, "SC_PAGE_SIZE": 1}
-    with patch.object(hybrid, "Trainer", None), patch.object(hybrid.os, "sysconf", memory.get):
-        with pytest.raises(hybrid.TrainingError, match="^--layers 4 --hidden 32: .*2 x 0.0 GiB"):
-            hybrid.train(args, cpu)
-        memory["SC_PHYS_PAGES"] += 1
-        hybrid.check_room(args, hybrid.make_mesh(args))
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -296,7 +282,51 @@ def test_a_ranks_tokens_of_a_batch_must_take_less_than_all_memory(dp, monkeypatc
     size = 3 * 8 * (6 // dp) * (9 + 1) + 8 * 6
     memory = {"SC_PHYS_PAGES": size + 1, "SC_PAGE_SIZE": 1}
     monkeypatch.setattr(hybrid.os, "sysconf", memory.get)
-    hybrid.check_memory(args)
+    monkeypatch.setattr(hybrid, "least_weights", lambda args: 0)
+    hybrid.check_memory(args, CPU)
     memory["SC_PHYS_PAGES"] = size
     with pytest.raises(ValueError, match="^--batch-size 6: a rank's tokens take 0 GiB of 0 GiB"):
-        hybrid.check_memory(args)
+        hybrid.check_memory(args, CPU)
+
+
+HUGE = """a model that no memory holds
+--hidden 1000000
+--hidden 2147483644 --ffn 2147483647 --vocab-size 2147483647
+--vocab-size 2147483647 --hidden 100000
+--experts 2147483647
+--experts 4 --shared-experts 2147483647
+"""
+
+
+@pytest.mark.parametrize("flags", HUGE.splitlines()[1:])
+@on_ranks(2)
+def test_a_model_that_no_memory_holds_is_one_error_on_all_ranks_which_names_its_sizes(flags):
+    args = hybrid.parse(flags.split(), 2)
+    with pytest.raises(hybrid.TrainingError) as error:
+        hybrid.train(args, CPU)
+    assert error.value.status == 2 and ": weights of 2 ranks take " in str(error.value)
+    assert all(f"{name} " in str(error.value) for name in flags.split()[::2])
+
+
+def test_the_weights_of_all_ranks_of_a_machine_must_take_less_than_its_memory(monkeypatch):
+    args = hybrid.parse("--tp 2 --batch-size 1".split(), 2)
+    size = 2 * 4 * hybrid.least_weights(args)
+    memory = {"SC_PHYS_PAGES": size + 1, "SC_PAGE_SIZE": 1}
+    monkeypatch.setattr(hybrid.os, "sysconf", memory.get)
+    hybrid.check_memory(args, CPU)
+    memory["SC_PHYS_PAGES"] = size
+    with pytest.raises(ValueError, match="^--layers 4 --hidden 128 .*: weights of 2 ranks take"):
+        hybrid.check_memory(args, CPU)
+
+
+ALL_KINDS = "--layers 4 --hidden 16 --ffn 24 --experts 8 --shared-experts 1 --moe-every 2"
+
+
+@pytest.mark.parametrize("flags", ["", "--block llama --kv-heads 2 --head tied", ALL_KINDS])
+@on_ranks(1)
+def test_the_weights_that_a_rank_has_at_least_are_all_matrices_if_it_is_alone(flags):
+    args = hybrid.parse(flags.split(), 1)
+    trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
+    weights = {row.name: row.tensor for row in trainer.originals() if row.tensor.dim() > 1}
+    matrices = sum(weight.numel() for name, weight in weights.items() if ".wpe" not in name)
+    assert hybrid.least_weights(args) == matrices

@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -301,6 +302,23 @@ def test_a_process_whose_peers_do_not_come_ends_with_a_line(flags, monkeypatch, 
     else:
         line = "error: rank 1 has not met all others at host:29500: timed out\n"
         assert status == 1 and said.endswith(line) and said.count("\n") == 1
+
+
+def _take_memory_of_torch(*_):
+    torch.empty(2**60)
+
+
+def _take_memory_of_numpy(*_):
+    np.zeros(2**60, np.uint8)
+
+
+@pytest.mark.parametrize("work", [_take_memory_of_torch, _take_memory_of_numpy])
+def test_a_rank_without_memory_says_so_in_one_line(work, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert hybrid.main([], work) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: rank 0 has no memory left: " in line and "allocate" in line
+    dist.destroy_process_group()
 
 
 # ---- --help --------------------------------------------------------------------------------------

@@ -927,9 +927,9 @@ BAD_FLAGS = """processes | flags | what is wrong
 1 | --recompute-layers 2 | --recompute-layers 2 needs --recompute full
 8 | --recompute full --recompute-layers 5 | --recompute-layers 5 is more than a stage has, at most 4
 8 | --keep 3 | --keep 3 needs --checkpoint
-1 | --checkpoint DIR --keep 0 | --keep: 0 is not in [1, inf)
+1 | --checkpoint DIR --keep 0 | --keep: 0 is not in [1, 2147483648)
 8 | --resume-step 0 | --resume-step 0 needs --checkpoint
-1 | --checkpoint DIR --resume-step -1 | --resume-step: -1 is not in [0, inf)
+1 | --checkpoint DIR --resume-step -1 | --resume-step: -1 is not in [0, 2147483648)
 8 | --checkpoint DIR --resume-step last | --resume-step: invalid int value: 'last'
 1 | --dropout 1 | --dropout: 1 is not in [0, 1)
 1 | --block llama --hidden 12 | \
@@ -943,6 +943,10 @@ BAD_FLAGS = """processes | flags | what is wrong
 1 | --seq_len=8 | unrecognized arguments: --seq_len=8 (is it --seq-len?)
 1 | --tp 2 | --tp 2 is not 1, the number of ranks (torchrun --nproc-per-node 2 starts 2)
 8 | --lr fast | --lr: invalid float value: 'fast'
+1 | --steps 9999999999 | --steps: 9999999999 is not in [1, 2147483648)
+8 | --layers 100000 | --layers: 100000 is not in [1, 100000)
+8 | --pp 8 --microbatches 100000 | --microbatches: 100000 is not in [1, 100000)
+2 | --pp 2 --schedule interleaved --chunks 999999999 | --layers 4 is too few for --chunks 999999999
 """
 
 
@@ -968,6 +972,9 @@ BAD_FILES = """flags | what is wrong
 --data HALF | No such file or directory: 'HALF/val.bin'
 --checkpoint EMPTY | File exists: 'EMPTY'
 --metrics no/such/folder/log | --metrics no/such/folder/log: [Errno 2] No such file or directory
+--metrics PIPE | --metrics PIPE: [Errno 6] No such device or address: 'PIPE'
+--data PIPE | --data PIPE: PIPE is neither a file nor a folder
+--data /dev/zero | --data /dev/zero: zero is neither a file nor a folder
 """
 
 
@@ -982,6 +989,7 @@ def test_a_bad_file_is_the_same_error_on_all_ranks_before_the_first_step(line, t
         for name, size in (("BINARY/a", 9), ("ODD.bin", 2001)):
             Path(name).parent.mkdir(exist_ok=True)
             Path(name).write_bytes(bytes(size))
+        os.mkfifo("PIPE")
         Path("HALF").mkdir()
         Path("HALF/train.bin").write_bytes(bytes(2000))
     dist.barrier()
