@@ -24,6 +24,7 @@ BATCHES = [  # (layout of 8 ranks and 4 layers, batches of a step on one rank, t
     ("--cp 8 --cp-method ulysses --zero 0", 36, 504),
 ]
 EXPERTS = f"{SMALL} --experts 8 --top-k 2"
+PAIRS = f"{EXPERTS} --schedule dualpipe-v --overlap"
 OTHERS = [  # (ranks, layers, layout, microbatches), one layout of every kind
     (1, 2, f"{SMALL} --dp 1", 1),
     (1, 2, f"{SMALL} --dp 1 --recompute full --dropout 0.1", 1),
@@ -41,7 +42,7 @@ OTHERS = [  # (ranks, layers, layout, microbatches), one layout of every kind
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --ep 4 --zero 0", 2),
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --sp --ep 4 --balance bias --recompute full", 1),
     (8, 2, f"{EXPERTS} --dp 4 --pp 2 --ep 2 --capacity-factor 1.0 --vocab-size 512", 2),
-    (8, 4, f"{EXPERTS} --dp 4 --pp 2 --ep 4 --vocab-size 512 --schedule dualpipe-v --overlap", 4),
+    (8, 4, f"{PAIRS} --vocab-size 512 --batch-size 16 --dp 4 --pp 2 --ep 4", 4),
 ]
 ROWS = [(8, 4, f"{SMALL} {layout}", 1) for layout, *_ in BATCHES] + OTHERS
 PEERS = [  # (layout, the number of peers of a rank, added up over all groups)

@@ -4,6 +4,7 @@ import _thread
 import contextlib
 import os
 import threading
+from functools import partial
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -297,16 +298,21 @@ def test_a_gpt_in_pairs_drops_what_a_loop_drops():
 
 
 def gradients(flags, overlap):
-    """Return a step's gradients, and how many messages of experts were under way at hand-overs."""
+    """Return a step's gradients, and how often a layer of experts has let another pass run."""
     trainer = make_trainer(f"{flags} --overlap" if overlap else flags)
-    turns, waits = trainer.pipeline.turns, []
-    hand_over = turns.hand_over
+    passes = []
+
+    def note(hand_over):
+        passes.append(trainer.pipeline.turns.running)
+        hand_over()
+
     for mixture in trainer.mixtures.values():
+        assert bool(mixture.hand_over) == overlap
         if overlap:
-            mixture.hand_over = lambda: (waits.append(turns.running), hand_over())
+            mixture.hand_over = partial(note, mixture.hand_over)
     trainer.step(*own_batch(trainer))
     grads = [p.grad for chunk in trainer.chunks for p in chunk.parameters()]
-    return [grad for grad in grads if grad is not None], waits.count(2)
+    return [grad for grad in grads if grad is not None], passes.count(2)
 
 
 SAME = [
