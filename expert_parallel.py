@@ -386,8 +386,9 @@ def run_in_parts(counts, tensors, compute, weights, shared):
     for hop, (x, *others) in zip(counts.wait(), pieces):
         hops.append(hop)
         # the others are short, and arrive with x
-        sent = hop.begin_dispatch(x, counts.hand_over)
-        leaving.append([sent, *map(hop.begin_dispatch, others)])
+        leaving.append(
+            [hop.begin_dispatch(x, counts.hand_over), *map(hop.begin_dispatch, others)]
+        )
     shared_y = shared(tensors[0]) if shared is not None else None
     returning = deque()
     for hop in hops:

@@ -197,7 +197,7 @@ def test_an_invalid_flag_ends_with_exit_status_2():
     [
         ("--gpus 0", "argument --gpus: 0 is not in [1, inf)"),
         ("--gpus 2 --batch-us -1", "argument --batch-us: -1 is not in [0, inf)"),
-        ("--gpus 2 --layers 0", "--layers: 0 is not in [1, inf)"),
+        ("--gpus 2 --layers 0", "--layers: 0 is not in [1, 100000)"),
         ("--gpus 2 --rank 2", "--rank 2 is not below --gpus 2"),
         ("--gpus 2 --trace none/x", "[Errno 2] No such file or directory: 'none/x'"),
     ],
