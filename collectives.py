@@ -1234,10 +1234,12 @@ class _Thread:
         for task, inference, future in iter(self.tasks.get, None):
             try:
                 with torch.inference_mode(inference):  # each thread has its own mode
-                    future.set_result(task())
+                    task()
+                task = None  # it holds tensors, which who waits for it may free
+                future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
-            del task, future  # they hold the group and tensors
+            del task, future  # they hold the group
 
     def end(self):
         """End the thread. A thread that returns from C++ after Python's end aborts the process."""
