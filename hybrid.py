@@ -3156,8 +3156,11 @@ def join(device, backend, timeout, place):
 
 
 def is_lost_connection(error):
-    """Return whether an error says that another process has closed its connection."""
-    return bool(re.search("lost rank|[Cc]onnection (closed|reset)|Broken pipe", str(error)))
+    """Return whether an error says that another process has closed its connection or is missing."""
+    if isinstance(error, (dist.DistStoreError, dist.DistNetworkError)):
+        return True
+    told = "lost rank|[Cc]onnection (closed|reset)|Broken pipe|Wait timeout"
+    return bool(re.search(told, str(error)))
 
 
 def is_out_of_memory(error):
@@ -3166,18 +3169,22 @@ def is_out_of_memory(error):
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
-def silent_ranks(store, rank, world_size, seconds=10):
+def silent_ranks(store, rank, world_size, error="", seconds=10):
     """Tell the others that this rank has lost a connection, and return the ranks that do not.
 
     If one rank dies, all others lose it or one that has lost it. They say so in the store, so those
-    that have not done so after some seconds have died, or hang.
+    that have not done so after some seconds have died, or hang. Among them may be ranks that wait
+    for one that still waits here. So if errors name some of the silent ranks, it is only these.
     """
     keys = {other: f"lost/{other}" for other in range(world_size)}
-    store.set(keys[rank], "")
+    store.set(keys[rank], str(error))
     end = time.perf_counter() + seconds
     while time.perf_counter() < end and not store.check([*keys.values()]):
         time.sleep(0.1)
-    return [other for other, key in keys.items() if not store.check([key])]
+    silent = [other for other, key in keys.items() if not store.check([key])]
+    errors = [store.get(key).decode() for other, key in keys.items() if other not in silent]
+    named = set(re.findall(r"lost rank (\d+)", " ".join(errors)))
+    return [other for other in silent if str(other) in named] or silent
 
 
 def connect(argv, say, rank, world_size, local_rank, per_node):
@@ -3218,7 +3225,13 @@ def connect(argv, say, rank, world_size, local_rank, per_node):
                 join(None, "gloo", 30, place)
                 barrier()
         raise TrainingError(str(error), 2) from None
-    join(device, own["backend"], timeout, place)
+    try:
+        join(device, own["backend"], timeout, place)
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        report_lost_connection(error, place, say)
+        raise TrainingError("a rank has not joined", 1) from None
     return args, device, place
 
 
@@ -3274,9 +3287,12 @@ def report_lost_connection(error, place, say):
     """
     store, rank, world_size = place
     line = str(error).strip().split("\n")[0]
-    silent = []
-    with suppress(RuntimeError):  # the store may have been on a process that has died
-        silent = silent_ranks(store, rank, world_size)
+    try:
+        silent = silent_ranks(store, rank, world_size, line)
+    except RuntimeError:
+        line = f"rank {rank} has lost the store, which is rank 0's or torchrun's: {line}"
+        say(f"error: {line}", everywhere=True)
+        return
     if silent:
         line = f"rank {', '.join(map(str, silent))} does not answer: {line}"
     is_first = rank == min({*range(world_size)}.difference(silent))

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from concurrent import futures
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -522,8 +522,11 @@ def test_a_save_says_that_the_disk_is_full_wherever_it_fills_up(tmp_path):
     hybrid.write_checkpoint(state, tmp_path / "step_00000001", {"keep": 1}, None)
 
 
-def _lose(folder):
-    """Return what the ranks that go on find out when rank 1 of 4 dies and rank 3 is busy."""
+def _lose(folder, names_it):
+    """Return what the ranks that go on find out when rank 1 of 4 dies and rank 3 is busy.
+
+    names_it: whether their errors name the rank that they lost, as those of collectives do.
+    """
     store = dist.FileStore(str(folder / "store"), 4)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -534,12 +537,62 @@ def _lose(folder):
         dist.barrier()
     except RuntimeError as error:
         assert hybrid.is_lost_connection(error), error
-    return hybrid.silent_ranks(store, dist.get_rank(), 4, seconds=3)
+    lost = "rank 0 lost rank 1" if names_it else ""
+    return hybrid.silent_ranks(store, dist.get_rank(), 4, lost, seconds=3)
 
 
-def test_ranks_that_lose_a_connection_find_out_which_rank_is_silent(tmp_path):
-    outcomes = spawn(4, _lose, tmp_path, check=False)
-    assert outcomes[0].result == outcomes[2].result == [1, 3]
+@pytest.mark.parametrize("names_it, found", [(False, [1, 3]), (True, [1])])
+def test_ranks_that_lose_a_connection_find_out_which_rank_is_silent(names_it, found, tmp_path):
+    outcomes = spawn(4, _lose, tmp_path, names_it, check=False)
+    assert outcomes[0].result == outcomes[2].result == found
+
+
+def _never_join(phase, folder):
+    """Run main() on ranks of which the last one dies when it comes to this function."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / "store"), world_size)
+    function = getattr(hybrid, phase)
+
+    def die(*arguments):
+        if rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments)
+
+    with (
+        redirect_stderr(io.StringIO()) as errors,
+        patch.object(hybrid, "launched", lambda: (rank, world_size, rank, world_size)),
+        patch.object(hybrid, "meet", lambda _: (store, rank, world_size)),
+        patch.object(hybrid, phase, die),
+    ):
+        status = hybrid.main("--timeout 2 --dp 3".split(), lambda args, _: hybrid.make_mesh(args))
+    if not dist.is_initialized():  # the ranks of this file leave a group at their end
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return status, errors.getvalue()
+
+
+@pytest.mark.parametrize("phase", ["join", "make_mesh"])
+def test_a_rank_that_dies_before_groups_exist_is_named_in_one_line(phase, tmp_path):
+    *others, dead = spawn(3, _never_join, phase, tmp_path, check=False)
+    assert dead.exitcode == -signal.SIGKILL
+    assert [outcome.result[0] for outcome in others] == [1, 1]
+    (line,) = "".join(outcome.result[1] for outcome in others).splitlines()
+    assert "error: rank 2 does not answer: " in line
+
+
+class LostStore:
+    """A store whose process has died."""
+
+    def set(self, *_):
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_a_rank_that_loses_the_store_says_so_itself():
+    said = []
+    say = lambda line, everywhere: said.append((line, everywhere))
+    hybrid.report_lost_connection(RuntimeError("lost rank 0"), (LostStore(), 2, 3), say)
+    sentence = "rank 2 has lost the store, which is rank 0's or torchrun's: lost rank 0"
+    assert said == [(f"error: {sentence}", True)]
 
 
 def _fail_at(step, folder):
