@@ -152,6 +152,7 @@ def plain_part(whole, dim, group):
 
 
 def plain_norm(x):
+    """Apply LayerNorm without weights. Each rank does so to the whole of x."""
     return F.layer_norm(x, x.shape[-1:])
 
 
