@@ -1235,11 +1235,11 @@ class _Thread:
             try:
                 with torch.inference_mode(inference):  # each thread has its own mode
                     task()
-                task = None  # it holds tensors, which who waits for it may free
+                task = None  # frees its tensors before its end is announced
                 future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
-            del task, future  # they hold the group
+            del task, future  # they hold the group, and after an error the tensors
 
     def end(self):
         """End the thread. A thread that returns from C++ after Python's end aborts the process."""

@@ -73,8 +73,11 @@ class Bucket:
     def mark_ready(self, parameter):
         self.missing.remove(parameter)
         if not self.missing:
-            self.flat = torch.cat([p.grad.flatten() for p in self.parameters])
-            self.work = all_reduce(self.flat, ReduceOp.AVG, self.group, async_op=True)
+            self.start()
+
+    def start(self):
+        self.flat = torch.cat([p.grad.flatten() for p in self.parameters])
+        self.work = all_reduce(self.flat, ReduceOp.AVG, self.group, async_op=True)
 
     def finish(self):
         assert not self.missing, "the loss has not used all parameters of this bucket"

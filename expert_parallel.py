@@ -143,9 +143,8 @@ class Counts:
     """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
 
     The arguments are those of dispatch_and_combine(). Part i of N tokens has num_tokens[i] of them,
-    which may be none. wait() yields a Hop for each part. On rank 0 of
-    the picture at the top, where G = 2 and experts = 2 0 1, counts are indexed by [rank][local
-    expert]:
+    which may be none. wait() yields a Hop for each part. On rank 0 of the picture at the top, where
+    G = 2 and experts = 2 0 1, counts are indexed by [rank][local expert]:
 
         Counts()    order = 1 2 0, send_counts = [[1, 1], [1, 0]], receive_counts = [[1, 1], [2, 0]]
         wait()      rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1,

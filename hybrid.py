@@ -228,7 +228,7 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 
     dp divides the sequences, and microbatches those of a dp rank. All loss terms are divided by the
     number of tokens in the whole batch, so gradients are summed: over microbatches by autograd, and
-    over dp by an all-reduce. They need no sum over tp, see the types in tensor_parallel.py. Each
+    over dp by an all-reduce. They need no sum over tp: see the types in tensor_parallel.py. Each
     rank then updates its own weights, for which AdamW needs nothing from other ranks.
     """
     dp_rank, dp = rank_and_size(groups["dp"])

@@ -353,7 +353,7 @@ def test_the_short_form_of_stage_2_frees_the_gradients_of_a_unit_before_the_next
     for parameter in net.parameters():
         count = lambda _: kept.append(sum(p.grad is not None for p in net.parameters()))
         parameter.register_post_accumulate_grad_hook(count)
-    own = [zero.ShardedGradients([*unit.parameters()]) for unit in net.blocks]
+    buckets = [zero.ShardedBucket([*unit.parameters()]) for unit in net.blocks]
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -361,8 +361,8 @@ def test_the_short_form_of_stage_2_frees_the_gradients_of_a_unit_before_the_next
         optimizer.step()
         with least_bytes(), count_bytes() as traffic:
             mean_square(net, torch.ones(2, 96) + rank).backward()
-            for gradients in own:
-                gradients.step(lambda weights, gradient: weights.sub_(0.1 * gradient))
+            for bucket in buckets:
+                bucket.step(lambda weights, gradient: weights.sub_(0.1 * gradient))
         assert traffic.bytes() == zero_bytes(2, 4 * 96 * 96 * 4, P)
     assert kept == [1] * 8
     assert_close(net.state_dict(), alone.state_dict(), 1e-5)
