@@ -311,9 +311,9 @@ ALPHA = 6e-5  # seconds that a batch of messages costs the host
 def seconds_of(config, gpu, layout):
     """Return {part: seconds} of a step: compute, exposed communication, and the bubble.
 
-    A stage waits for its messages, which are split over tp. DualPipe hides ep behind compute. All
-    ranks meet for the gradient norm at the end of a step. So in a schedule whose ranks finish one
-    after the other, the first ones wait for the last.
+    A stage waits for its messages, which are split over tp. DualPipe, as with --overlap, hides ep
+    behind compute. All ranks meet for the gradient norm at the end of a step. So in a schedule
+    whose ranks finish one after the other, the first ones wait for the last.
     """
     schedule, pp, m, chunks = layout.schedule, layout.pp, layout.microbatches, layout.chunks
     layer, head = (forward + backward for forward, backward, _ in works(config, gpu, layout.piece))
