@@ -37,3 +37,12 @@ def ranks():
     """Provide ranks.run(); end the pool's processes with the session."""
     yield rank_pool.run
     rank_pool.pool.close()
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """Provide the library of fake_cuda.py's device. Without a C++ compiler, tests are skipped."""
+    import fake_cuda  # it imports all modules, which most files do not need
+
+    path = fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
+    return path or pytest.skip("there is no C++ compiler: c++, g++ or clang++")

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import hybrid
 from collectives import gather_objects
 from layouts import assert_alike, soak_but, train_on_text
-from ranks import PROJECT, limit_files, on_ranks, run, spawn
+from ranks import PROJECT, limit_files, on_ranks, run, soak, spawn
 
 T, V, BATCH, STEPS = 12, 67, 12, 4
 CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ def test_a_checkpoint_loads_with_the_same_bits_in_any_layout_which_trains_on(
     assert_alike(read(back / "step_00000004"), expected, 1e-9)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [soak(0), 1])
 def test_a_checkpoint_of_bf16_has_the_fp32_weights_and_resumes_also_in_fp32(tmp_path, zero):
     run(2, _train, f"--zero {zero} --dtype bf16", tmp_path / "own", torch.float32)
     source = tmp_path / "own" / "step_00000002"
@@ -176,7 +176,7 @@ def test_moments_take_the_dtype_of_the_run_that_loads_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--dp 4 --zero 0", "--tp 2 --pp 2 --schedule dualpipe --microbatches 6"]
+    "flags", [soak("--dp 4 --zero 0"), "--tp 2 --pp 2 --schedule dualpipe --microbatches 6"]
 )
 def test_ranks_divide_a_checkpoint_evenly(flags, tmp_path):
     """Each element is written by one rank, and all ranks write about equally many."""
@@ -301,7 +301,7 @@ def test_a_run_with_another_optimizer_continues_in_any_layout(name, tmp_path):
         dist.barrier()
 
 
-@on_ranks(1, 2)
+@on_ranks(soak(1), 2)
 def test_an_optimizer_that_layout_or_checkpoints_do_not_allow_is_refused(tmp_path):
     folder = tmp_path / "own"
     if dist.get_world_size() == 2:
@@ -538,7 +538,7 @@ def _lose(folder, names_it):
     except RuntimeError as error:
         assert hybrid.is_lost_connection(error), error
     lost = "rank 0 lost rank 1" if names_it else ""
-    return hybrid.silent_ranks(store, dist.get_rank(), 4, lost, seconds=3)
+    return hybrid.silent_ranks(store, dist.get_rank(), 4, lost, seconds=2)
 
 
 @pytest.mark.parametrize("names_it, found", [(False, [1, 3]), (True, [1])])
@@ -564,6 +564,7 @@ def _never_join(phase, folder):
         patch.object(hybrid, "launched", lambda: (rank, world_size, rank, world_size)),
         patch.object(hybrid, "meet", lambda _: (store, rank, world_size)),
         patch.object(hybrid, phase, die),
+        patch.object(hybrid, "silent_ranks", functools.partial(hybrid.silent_ranks, seconds=2)),
     ):
         status = hybrid.main("--timeout 2 --dp 3".split(), lambda args, _: hybrid.make_mesh(args))
     if not dist.is_initialized():  # the ranks of this file leave a group at their end
@@ -571,7 +572,7 @@ def _never_join(phase, folder):
     return status, errors.getvalue()
 
 
-@pytest.mark.parametrize("phase", ["join", "make_mesh"])
+@pytest.mark.parametrize("phase", [soak("join"), "make_mesh"])
 def test_a_rank_that_dies_before_groups_exist_is_named_in_one_line(phase, tmp_path):
     *others, dead = spawn(3, _never_join, phase, tmp_path, check=False)
     assert dead.exitcode == -signal.SIGKILL
@@ -657,7 +658,7 @@ def test_kill_9_in_any_phase_of_a_save_ends_all_ranks_and_loses_no_checkpoint(ph
 
 @on_ranks(1)
 def test_a_run_keeps_as_many_checkpoints_as_the_flag_says(tmp_path):
-    for keep, first in (1, 4), (2, 3), (3, 2):
+    for keep, first in (1, 4), (3, 2):
         folder = tmp_path / f"{keep}"
         assert not _end(f"--save-every 1 --keep {keep}", folder)
         assert _complete(folder) == [f"step_{step:08d}" for step in range(first, STEPS + 1)]
@@ -711,7 +712,7 @@ def test_resuming_by_number_sets_later_checkpoints_aside_and_a_restart_continues
     assert _resumed("", folder) == 8  # without the flag, from the last one
 
 
-@on_ranks(1, 8)
+@on_ranks(1, soak(8))
 def test_a_step_without_a_checkpoint_is_an_error_that_lists_the_others(tmp_path):
     folder, layout = tmp_path / "own", "--dp 4 --tp 2" if dist.get_world_size() > 1 else ""
     flags = f"{layout} --batch-size 8 --resume-step 3"
@@ -804,7 +805,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(
-    "file, damage, message", soak_but(lambda i, _: i in (1, 2, 4, 9, 12), DAMAGED)
+    "file, damage, message", soak_but(lambda i, _: i in (1, 4, 12), DAMAGED)
 )
 @on_ranks(2)
 def test_a_damaged_checkpoint_ends_all_ranks_with_one_line_that_names_it(

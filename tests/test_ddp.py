@@ -22,7 +22,7 @@ from tensor_parallel import ColumnParallelLinear
 from zero import FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer
 
 from gpu_counts import waits
-from ranks import least_bytes, on_ranks, run
+from ranks import least_bytes, on_ranks, run, soak
 from replicas import (
     assert_close, demonstration, gradients_alone, make_data, make_net, mean_square, own_part,
     whole_gradients,
@@ -285,7 +285,7 @@ PASSES = [under_no_sync, two_forwards, outside_of_backward, waited_for_by_the_ca
 PASSES += [partial(recomputed, use_reentrant=use_reentrant) for use_reentrant in (False, True)]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(soak(1), soak(2), 3)
 @pytest.mark.parametrize("cap, as_views", [(1e-9, True), (3e-3, False), (25, True), (25, False)])
 def test_gradients_of_several_passes_are_those_of_the_whole_batch(cap, as_views):
     """Each way runs twice: with gradients that are None at first, and with zeros."""
@@ -393,7 +393,7 @@ def test_what_a_sum_needs_until_it_ends_is_freed_with_its_round():
 # ---- parameters without gradient, and other orders -----------------------------------------------
 
 
-@on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.soak))
+@on_ranks(1, 2, 3, soak(4))
 @pytest.mark.parametrize("cap", [cap for cap, _ in CAPS])
 def test_ranks_may_use_different_parameters_in_different_orders(cap):
     """The blocks and their order change with the rank, the microbatch and the step.

@@ -24,12 +24,12 @@ import tensor_parallel
 import test_collectives
 import test_expert_parallel
 from layouts import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_trainer, own_batch
-from ranks import call_in_environment, on_device, run, spawn
+from ranks import call_in_environment, on_device, run, soak, spawn
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 one_gpu = pytest.mark.skipif(GPUS < 1, reason="there is no GPU")
 several_gpus = pytest.mark.skipif(GPUS < 2, reason=f"there are {GPUS} GPUs, not several")
-ON_CPU = pytest.param("cpu", marks=pytest.mark.soak)  # runs the code of a GPU test without a GPU
+ON_CPU = soak("cpu")  # runs the code of a GPU test without a GPU
 DEVICES = [ON_CPU, pytest.param("cuda", marks=one_gpu)]
 ALONE = [ON_CPU, pytest.param("nccl", marks=one_gpu)]
 SEVERAL = [ON_CPU, pytest.param("nccl", marks=several_gpus)]
@@ -61,7 +61,7 @@ def on(tmp_path):
 def _kinds(*world_sizes):
     """Return rows (kind, ranks): on the CPU, sharing one GPU, and with one GPU each."""
     enough = lambda n: pytest.mark.skipif(GPUS < n, reason=f"there are {GPUS} GPUs, not {n}")
-    rows = [pytest.param("cpu", world_sizes[0], marks=pytest.mark.soak)]
+    rows = [soak("cpu", world_sizes[0])]
     rows += [pytest.param("gloo", n, marks=one_gpu) for n in world_sizes]
     return rows + [pytest.param("nccl", n, marks=enough(n)) for n in world_sizes]
 

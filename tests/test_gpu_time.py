@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import fake_cuda
 import hybrid
 from gpu_time import GPUS, Timer, bubble_share, parse
 from ranks import PROJECT
@@ -147,9 +148,11 @@ def gpu_time(*flags):
     return pytest.skip("no C++ compiler") if "C++ compiler" in done.stderr else done
 
 
-def test_the_command_prints_a_step_whose_parts_add_up_and_writes_a_trace(tmp_path):
+def test_the_command_prints_a_step_whose_parts_add_up_and_writes_a_trace(library, tmp_path):
     path = tmp_path / "trace.json"
-    done = gpu_time(*f"--gpus 8 --json --trace {path} --tp 4 --sp {FLAGS}".split())
+    flags = f"--gpus 8 --json --trace {path} --tp 4 --sp {FLAGS}".split()
+    command = ["-W", "ignore", str(PROJECT / "tests/tools/gpu_time.py"), *flags]
+    done = fake_cuda.run(library, command, capture_output=True, text=True, timeout=120)
     found = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (0, "")
     assert [*found] == [*KEYS.split(), "peak_recorded_gb", "nccl_gb"]

@@ -52,7 +52,7 @@ PEERS = [  # (layout, the number of peers of a rank, added up over all groups)
     ("--dp 8 --ep 8 --experts 8 --top-k 2", 14),
 ]
 CONNECTED = [((8, 2, f"{SMALL} {layout}", 1), peers) for layout, peers in PEERS]
-PLAIN = [*ROWS[::6], CONNECTED[2][0]]  # the others are soak tests
+PLAIN = [*ROWS[::12], CONNECTED[2][0]]  # the others are soak tests
 OF_ROWS = soak_but(lambda _, row: row in PLAIN, ROWS)
 
 
@@ -60,13 +60,6 @@ def _job(world_size, layers, layout, microbatches):
     """Return the last rank's job. In a pipeline, this rank computes the loss."""
     flags = f"{COMMON} --layers {layers} {layout} --microbatches {microbatches}"
     return world_size, world_size - 1, flags
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """Provide the pretended device. Without a C++ compiler, the tests of this file are skipped."""
-    path = fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
-    return path or pytest.skip("there is no C++ compiler: c++, g++ or clang++")
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +82,7 @@ def counts(library):
     return of
 
 
-@pytest.mark.parametrize("layout, batches, messages", soak_but(lambda i, _: i % 6 == 0, BATCHES))
+@pytest.mark.parametrize("layout, batches, messages", soak_but(lambda i, _: i == 0, BATCHES))
 def test_a_step_launches_these_numbers_of_batches_and_messages(counts, layout, batches, messages):
     found = counts(8, 4, f"{SMALL} {layout}", 1)
     assert (found.batches.total(), found.messages.total()) == (batches, messages)

@@ -26,7 +26,8 @@ import zero
 from faults import (
     IN_BACKWARD, own_in_backward, own_part, put, unseen_by_autograd, without_reduction,
 )  # fmt: skip
-from ranks import on_ranks, run
+from layouts import drawn
+from ranks import on_ranks, run, soak
 
 MODULES = hybrid, tensor_parallel, sequence_parallel, expert_parallel, zero
 
@@ -223,12 +224,8 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "weights gathered before the update are used after it | 2 | --dp 2 --zero 1":
         put(zero.FullyShardedDataParallel, "reshard", lambda right: lambda self: None),
 }
-IN_SUITE = "gradients are averaged over the", "f does", "embedding", "backward", "the norm is"
-IN_SUITE += "norms are drawn", "the warm-up"
-ROWS = [
-    pytest.param(mistake, marks=() if mistake.startswith(IN_SUITE) else pytest.mark.soak)
-    for mistake in MUTATIONS
-]
+PLAIN = "gradients are averaged over the", "f does", "embedding", "norms are drawn"
+ROWS = [mistake if mistake.startswith(PLAIN) else soak(mistake) for mistake in MUTATIONS]
 
 
 def worst(flags, dtype=torch.float64):
@@ -271,7 +268,7 @@ def wrong_blocks(factor, is_causal):
     )
 
 
-@pytest.mark.parametrize("block", ["gpt2", pytest.param("llama", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("block", ["gpt2", soak("llama")])
 @on_ranks(2)
 def test_in_bf16_a_wrong_scale_or_mask_of_attention_is_far_over_the_bound(block):
     flags = f"--cp 2 --layers 4 --dtype bf16 --block {block}"
@@ -406,7 +403,7 @@ SUMS = {  # {a sum in verify.sums_of(): patch without it}
 def first_layouts(world_size):
     """Return {sum: (flags, processes of a node)} of verify's first layout that needs it."""
     found = {}
-    for words, per_node in verify.layouts(world_size, world_size):
+    for words, per_node in drawn(world_size):
         args = hybrid.parse([*verify.sizes_of(world_size), *words], world_size, per_node)
         for name in verify.sums_of(args):
             found.setdefault(name, (words, per_node))
@@ -427,9 +424,9 @@ def judge_without(rows):
     return found
 
 
-def test_every_sum_has_a_layout_of_2_and_4_and_8_processes():
-    for world_size in (2, 4, 8):
-        assert first_layouts(world_size).keys() == SUMS.keys()
+@pytest.mark.parametrize("world_size", [soak(2), 4, soak(8)])
+def test_every_sum_has_a_layout_of_2_and_4_and_8_processes(world_size):
+    assert first_layouts(world_size).keys() == SUMS.keys()
 
 
 IN_PLAIN = "balance losses, cp", "norm, tp"
@@ -437,7 +434,7 @@ IN_PLAIN = "balance losses, cp", "norm, tp"
 
 @pytest.mark.parametrize(
     "world_size, names",
-    [(4, IN_PLAIN), *(pytest.param(n, SUMS, marks=pytest.mark.soak) for n in (2, 4, 8))],
+    [(4, IN_PLAIN), *(soak(n, SUMS) for n in (2, 4, 8))],
 )
 def test_a_layout_that_needs_a_sum_is_wrong_without_it(world_size, names):
     rows = {name: first_layouts(world_size)[name] for name in names}

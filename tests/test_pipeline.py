@@ -27,14 +27,19 @@ from pipeline import (
     one_f_one_b, one_f_one_b_step, peak_activations, pipeline_bytes, program, simulate, sum_replicas, zb_h1,
     zb_h2, zb_v,
 )
-from ranks import on_ranks, run
+from ranks import on_ranks, run, soak
 from replicas import demonstration, interleaved_group
 from zero import FullyShardedDataParallel
 
-SIZES = [(p, m) for p in range(1, 9) for m in range(1, 4 * p + 1)]
+SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in range(1, 4 * p + 1)]
+LARGER = [(p, m) for p in (5, 7, 8) for m in range(1, 4 * p + 1)]
 
 ALL = SCHEDULES | {"forward_only": forward_only}
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
+SEVERAL = "1f1b", "interleaved", "zb-v", "dualpipe"  # the others are soak tests
+several_schedules = pytest.mark.parametrize(
+    "name", [name if name in SEVERAL else soak(name) for name in SCHEDULES]
+)
 
 
 # ---- schedules -----------------------------------------------------------------------------------
@@ -92,12 +97,13 @@ def test_actions_have_the_same_order_as_pytorchs(name):
             assert found == expected
 
 
+@pytest.mark.parametrize("sizes", [SIZES, soak(LARGER)], ids=["sizes", "larger"])
 @every_schedule
-def test_bubble_and_peak_are_those_of_the_formulas(name):
+def test_bubble_and_peak_are_those_of_the_formulas(name, sizes):
     """If the caller chooses the chunks, there are 1 to 4. GPipe's backwards run in both orders."""
     takes_chunks = SCHEDULES[name].v is None
     variants = (1, 2, 3, 4) if takes_chunks else (1, -1) if name == "gpipe" else (2,)
-    for (p, m), v in product(_sizes_of(name), variants):
+    for (p, m), v in product(_sizes_of(name, sizes), variants):
         schedule = SCHEDULES[name](p, m, *[v] * takes_chunks)
         if v == -1:
             schedule = Schedule([actions[:m] + actions[:-m - 1 : -1] for actions in schedule])
@@ -340,9 +346,9 @@ def _checkpointed(stage):
 
 
 SIDE_BY_SIDE = [(name, *size) for name in ("1f1b", "zb-h1") for size in ((3, 1), (6, 1), (2, 2))]
-LAYOUTS = [*((name, p, 1) for name in SCHEDULES for p in (1, 2)), ("1f1b", 3, 1), ("zb-h1", 2, 2)]
-LARGER = [*SIDE_BY_SIDE, *((name, p, 1) for name in SCHEDULES for p in (3, 4))]
-LAYOUTS += [pytest.param(*row, marks=pytest.mark.soak) for row in LARGER if row not in LAYOUTS]
+LAYOUTS = [*((name, 2, 1) for name in SCHEDULES), ("1f1b", 1, 1), ("1f1b", 3, 1), ("zb-h1", 2, 2)]
+MORE = [*SIDE_BY_SIDE, *((name, p, 1) for name in SCHEDULES for p in (1, 3, 4))]
+LAYOUTS += [soak(*row) for row in MORE if row not in LAYOUTS]
 
 
 @pytest.mark.parametrize("name, p, pipelines", LAYOUTS)
@@ -598,7 +604,7 @@ def _peak_held(name, num_microbatches, wrap=lambda stage: stage):
     return peaks
 
 
-@every_schedule
+@several_schedules
 def test_a_stage_holds_as_many_activations_as_the_simulator_says_or_one_if_checkpointed(name):
     for p, m in _sizes_of(name, [(1, 3), (2, 1), (2, 4), (3, 6), (4, 8)]):
         held, outputs = zip(*run(p, _peak_held, name, m))
@@ -711,7 +717,7 @@ def _order_of_syncs(name, num_microbatches, sync_each, shared):
 
 
 @pytest.mark.parametrize("sync_each, shared", [(False, False), (True, False), (False, True)])
-@every_schedule
+@several_schedules
 def test_a_chunk_starts_to_reduce_in_its_last_action_or_in_each_with_sync_each(
     name, sync_each, shared
 ):
@@ -753,8 +759,8 @@ def _differences(stages, layers, numbers):
             yield (parameter.grad - gradient).abs().sum().item()
 
 
-@pytest.mark.parametrize("zero", [0, *(pytest.param(i, marks=pytest.mark.soak) for i in (1, 2, 3))])
-@every_schedule
+@pytest.mark.parametrize("zero", [0, *map(soak, (1, 2, 3))])
+@several_schedules
 @on_ranks(4)
 def test_steps_inside_no_sync_send_no_gradients_and_add_up_to_those_of_one_process(name, zero):
     """Two replicas of a pipeline of two ranks take three steps, then one; the last of each reduces.

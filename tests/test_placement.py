@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import placement
 import rehearse
+from ranks import soak
 from reference_gpt import reference_gpt
 
 STAGES = """
@@ -46,10 +47,10 @@ def test_a_line_says_what_is_split_cut_and_summed_over_which_ranks(capsys, flags
 
 
 LAYOUTS = [
-    "--gpus 8 --tp 2 --pp 2 --sp --zero 0",
+    soak("--gpus 8 --tp 2 --pp 2 --sp --zero 0"),
     "--gpus 8 --tp 2 --pp 2 --experts 4 --ep 4 --zero 0 --block llama",
     "--gpus 4 --pp 4 --schedule dualpipe --microbatches 8 --zero 0 --layers 2",
-    "--gpus 4 --pp 2 --cp 2 --schedule interleaved --microbatches 4 --zero 0 --head untied",
+    soak("--gpus 4 --pp 2 --cp 2 --schedule interleaved --microbatches 4 --zero 0 --head untied"),
 ]
 
 

@@ -14,7 +14,7 @@ import hybrid
 from collectives import gather_objects
 from layouts import FLAGS, T, V, make_trainer, own_batch, soak_but, train_on_text
 from pipeline import SCHEDULES
-from ranks import on_ranks, run
+from ranks import on_ranks, run, soak
 from reference_gpt import reference_gpt
 from verify import gathered
 
@@ -92,9 +92,7 @@ OF_LLAMA = [
 PLAIN = [
     (2, "--block llama --cp 2"),
     (2, "--tp 2 --sp --recompute full --dropout 0.1"),
-    (3, "--cp 3 --zero 3"),
     (2, "--pp 2 --microbatches 4 --schedule dualpipe"),
-    (2, "--pp 2 --microbatches 4 --schedule zb-v"),
     (2, f"{MIXTURE} --dp 2 --ep 2"),
 ]
 
@@ -205,7 +203,7 @@ a.bin | --prompt=-1 | --prompt: token -1 is outside --vocab-size 67
 """
 
 
-@on_ranks(1, 8)
+@on_ranks(1, soak(8))
 def test_a_wrong_prompt_is_the_same_error_on_all_ranks_before_the_first_step(tmp_path):
     for line in BAD_PROMPTS.splitlines()[1:]:
         name, flags, message = line.split(" | ")

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybrid
 from collectives import rank_and_size
-from ranks import on_ranks
+from ranks import on_ranks, soak
 from replicas import assert_close
 from sequence_parallel import (
     activation_bytes, dropout, recomputation_bytes, recompute, sequence_parallel_mlp,
@@ -124,9 +124,9 @@ def test_a_layer_keeps_the_bytes_of_the_paper_and_the_statistics_of_its_norms(
         assert kept == pytest.approx(claimed + norms, rel=1e-12)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", [soak(1), 3])
 @split_or_not
-@on_ranks(1, 2)
+@on_ranks(soak(1), 2)
 def test_a_stage_keeps_the_inputs_of_its_groups_and_one_whole_group(
     sequence_parallel, microbatches
 ):

@@ -20,7 +20,7 @@ import tensor_parallel
 from collectives import count_bytes, gather_objects, observe, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
-from ranks import least_bytes, on_ranks
+from ranks import least_bytes, on_ranks, soak
 from replicas import assert_close, demonstration, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
@@ -34,7 +34,7 @@ from transformer import Peak, TransformerLayer, saved_bytes
 
 # (the size of tensor-parallel groups, the number of groups, each of which has its own data)
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
-LARGER = [pytest.param(*LAYOUTS[i], marks=pytest.mark.soak) for i in (3, 4, 6)]
+SEVERAL = [soak(*row) if row not in ((3, 1), (2, 2)) else row for row in LAYOUTS]
 BY_CHUNKS = "by chunks"  # split along the sequence; the products of chunks overlap messages
 split_or_not = pytest.mark.parametrize("along_sequence", [False, True, BY_CHUNKS])
 
@@ -134,7 +134,7 @@ def _cases(number, replica):
         yield random.Random(case)
 
 
-@in_layouts(*LAYOUTS)
+@in_layouts(*SEVERAL)
 def test_column_and_row_linears_and_their_short_forms_are_parts_of_one_linear(tp, replicas):
     """Weights may be frozen, and their products deferred."""
     group, replica = interleaved_group(tp, replicas)
@@ -349,7 +349,7 @@ def test_the_plain_mlp_has_the_output_and_the_gradients_of_one_process():
 
 
 @split_or_not
-@in_layouts(*LAYOUTS[:3], LAYOUTS[5], *LARGER)
+@in_layouts(*SEVERAL)
 def test_mlp_attention_and_a_whole_layer_agree_with_torch_nn(tp, replicas, along_sequence):
     """Backward recomputes nothing, attention, or the whole layer. The last case is in bf16."""
     group, replica = interleaved_group(tp, replicas)
@@ -685,7 +685,7 @@ def test_the_gradient_of_the_logits_takes_one_copy_or_none_in_place_and_one_more
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @split_or_not
-@in_layouts((1, 1), (2, 1), (3, 1), (6, 1), (2, 2))
+@in_layouts(soak(1, 1), soak(2, 1), (3, 1), soak(6, 1), (2, 2))
 def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
     tp, replicas, along_sequence, mode
 ):
@@ -807,7 +807,7 @@ def _alexnets(groups, group):
 
 
 @pytest.mark.parametrize(
-    "tp, replicas, groups", [(1, 1, 2), (2, 1, 2), (2, 2, 2), (2, 1, 4), (3, 1, 3)]
+    "tp, replicas, groups", [soak(1, 1, 2), soak(2, 1, 2), (2, 2, 2), (2, 1, 4), (3, 1, 3)]
 )
 @on_ranks(lambda tp, replicas, **_: tp * replicas)
 def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas, groups):

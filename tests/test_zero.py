@@ -36,7 +36,7 @@ from zero import (
 )
 
 from gpu_counts import waits
-from ranks import least_bytes, on_ranks
+from ranks import least_bytes, on_ranks, soak
 from replicas import (
     Block, assert_close, demonstration, fail, gradients_alone, make_data, make_net, mean_square,
     own_part, whole_gradients,
@@ -119,7 +119,7 @@ RUNS = [
 ]
 
 
-@on_ranks(*(pytest.param(P, marks=pytest.mark.soak) if P in (1, 4) else P for P in (1, 2, 3, 4)))
+@on_ranks(2, *map(soak, (1, 3, 4)))
 @pytest.mark.parametrize("optimizer, defaults, dtype, tolerance", RUNS)
 def test_ten_steps_of_every_stage_are_those_of_one_process(optimizer, defaults, dtype, tolerance):
     """All ranks have bitwise equal weights, and so have stages that sum in the same order.
@@ -155,7 +155,7 @@ def poisoned(*args, new_empty=torch.Tensor.new_empty, **kwargs):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("reset", [{}, {"set_to_none": False}, None])
+@pytest.mark.parametrize("reset", [{}, {"set_to_none": False}, soak(None)])
 @patch("torch.Tensor.new_empty", poisoned)
 def test_gradients_accumulate_and_are_clipped_by_their_global_norm(reset):
     """A step has three backwards. reset: arguments of zero_grad(), or None not to call it."""
@@ -243,7 +243,7 @@ ORDERS = [  # the units that each of two ranks runs
 
 @on_ranks(2)
 @pytest.mark.parametrize("how", [None, "reentrant", "not reentrant"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [soak(1), soak(2), 3])
 def test_ranks_may_skip_different_units_or_repeat_one(stage, how):
     """Layer drop and conditional computation. Each step has one backward through two passes."""
     rank = dist.get_rank()
@@ -795,7 +795,7 @@ def test_a_step_of_adamw_needs_three_kernels_and_two_moments_in_fp32_for_each_ch
 # ---- what is sent, and what is held --------------------------------------------------------------
 
 
-@on_ranks(1, 2, 3, 4, 6)
+@on_ranks(1, soak(2), 3, soak(4), soak(6))
 @pytest.mark.parametrize("stage", ALL)
 def test_stages_send_2_2_2_and_3_times_the_parameters(stage):
     """DDP with ZeroRedundancyOptimizer sends 3 times. zero_rounds() has the factors of m."""
@@ -860,7 +860,7 @@ def bytes_held(stage, **how):
     return held
 
 
-@on_ranks(1, 2, *[pytest.param(size, marks=pytest.mark.soak) for size in (3, 4)])
+@on_ranks(1, 2, soak(3), soak(4))
 @pytest.mark.parametrize("stage, half", [(0, False), *product(STAGES, (False, True))])
 def test_a_rank_holds_16_bytes_per_parameter_or_its_shard_of_them_in_a_stage(stage, half):
     sizes = (2, 4, 12) if half else (4, 4, 8)
@@ -1094,7 +1094,7 @@ def overlap(a, b):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [soak(1), 3])
 @gathers_that_are_late()
 def test_units_may_be_used_in_any_way_that_all_ranks_share(stage):
     """Gathers are waited for before parameters are used, and before their memory is reused.

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 import hybrid
+import verify
 from pipeline import SCHEDULES
-from ranks import run
+from ranks import run, soak
 from reference_gpt import MLP as ReferenceMLP
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceGPT, ReferenceTraining, initial_values, reference_gpt
@@ -210,8 +211,13 @@ EVERY_LAYOUT += [
 
 def soak_but(wanted, rows):
     """Return a test's parameters from rows; mark a row "soak" unless wanted(number, row)."""
-    marks = lambda i, row: () if wanted(i, row) else pytest.mark.soak
-    return [pytest.param(*row, marks=marks(i, row)) for i, row in enumerate(rows)]
+    return [pytest.param(*row) if wanted(i, row) else soak(*row) for i, row in enumerate(rows)]
+
+
+@functools.cache
+def drawn(world_size):
+    """Return the layouts that verify.py draws, each as (flags, processes of a node)."""
+    return verify.layouts(world_size, world_size)
 
 
 # ---- with experts --------------------------------------------------------------------------------

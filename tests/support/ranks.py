@@ -349,6 +349,11 @@ def torchrun(world_size, *words, **options):
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(PROJECT)}, **options)
 
 
+def soak(*row):
+    """Mark a row of a test's parameters "soak"."""
+    return pytest.param(*row, marks=pytest.mark.soak)
+
+
 def call_body(module, name, /, **arguments):
     """Run the body of a test that on_ranks() made. Pickle requires that it is found by name."""
     return getattr(importlib.import_module(module), name).__wrapped__(**arguments)
