@@ -24,7 +24,6 @@ import sys
 import weakref
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -41,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid
 from collectives import observe
+from expert_parallel import Counts
 from gpu_counts import as_alone, fused_rms_norm, turns_in_same_modes
 from plan import MODELS
 from tensor_parallel import attention
@@ -102,12 +102,18 @@ class Watch(TorchDispatchMode):
 def stand_ins(watch, args, rank):
     """Replace the values, addresses and memory of tensors, and the other ranks, by stand-ins."""
     tokens = args.batch_size // args.dp // args.microbatches * args.seq_len // args.cp // args.tp
-    across = [min(args.topk_nodes, args.top_k)] if args.ep_nodes > 1 else []
-    rows, slices_of = cycle([*across, args.top_k]), hybrid.slices_of  # rows sent per token
+    hop, slices_of = SimpleNamespace(rows=0), hybrid.slices_of
+
+    def wait_for_counts(counts, wait=Counts.wait):  # between nodes, a row per node of a token
+        ranks = dist.get_process_group_ranks(counts.group)
+        crosses = len({rank // PER_NODE for rank in ranks}) > 1
+        of_token = min(args.topk_nodes, args.top_k) if crosses else args.top_k
+        hop.rows = tokens * of_token
+        return wait(counts)
 
     def tolist(tensor):  # an int tensor counts the rows for each rank's experts
         is_float, parts = tensor.is_floating_point(), math.prod(tensor.shape[1:])
-        return np.full(tensor.shape, 0 if is_float else tokens * next(rows) // parts).tolist()
+        return np.full(tensor.shape, 0 if is_float else hop.rows // parts).tolist()
 
     def resize(storage, nbytes, resize_=torch.UntypedStorage.resize_):
         watch.hold(storage, nbytes)
@@ -119,6 +125,7 @@ def stand_ins(watch, args, rank):
     with (
         as_alone(),
         turns_in_same_modes(),
+        patch.object(Counts, "wait", wait_for_counts),
         patch.multiple(FakeTensor, tolist=tolist, item=lambda t: 0, data_ptr=address),
         patch.multiple(torch.UntypedStorage, data_ptr=lambda own: own._cdata, resize_=resize),
         patch.object(torch.nn.Module, "to_empty", lambda module, **_: module),
