@@ -19,7 +19,7 @@ import rehearse
 from claims import RUNS, predicted
 from gpu_counts import fused_rms_norm
 from models import GPUS, MODELS, Gpu
-from pipeline import SCHEDULES, simulate
+from pipeline import SCHEDULES, pair_up, simulate
 from plan import Layout, Share
 from ranks import PROJECT
 from sequence_parallel import recomputation_bytes
@@ -117,6 +117,7 @@ def test_llama_3_and_mixtral_have_the_parameters_of_their_checkpoints(name):
     assert plan.count_of(config, Layout(), Share(config.layers, 1, 1)) == PARAMETERS[name]
 
 
+@pytest.mark.soak
 def test_the_published_degrees_are_within_12_5_percent_of_the_best():
     """Megatron-LM's are compared with other degrees of 2021: without ZeRO, with recomputation.
 
@@ -363,6 +364,38 @@ def test_the_bubble_of_a_step_agrees_with_the_simulator(name):
         assert idle - 1e-6 <= 1.01 * claimed and claimed <= most + 1e-6, (p, m)
 
 
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
+def test_overlap_hides_experts_messages_behind_compute_in_pairs(name):
+    config, gpu = hybrid.GPTConfig(48, 1024, 8, 512, 1, experts=8), GPUS["h100"]
+    for p, m in (2, 4), (4, 8), (4, 20), (8, 16), (16, 120):
+        schedule = pair_up(SCHEDULES[name](p, m))
+        pairs = [sum(place == rank for _, place in schedule.pairs) for rank in range(p)]
+        passes = sum(action.kind == "F" for action in schedule[0])
+        paired = min(pairs) / passes
+        layout = Layout(pp=p, dp=8, ep=8, microbatches=m, schedule=name, chunks=SCHEDULES[name].v)
+        for speed in 1e3, 1:  # GB/s; the messages take less time than compute, and more
+            link = gpu._replace(node=speed, network=speed)
+            alone, beside = (
+                plan.seconds_of(config, link, layout._replace(overlap=overlap))
+                for overlap in (False, True)
+            )
+            hidden = paired * min(alone["ep"], alone["compute"])
+            assert beside == alone | {"ep": pytest.approx(alone["ep"] - hidden)}
+            assert (alone["ep"] < alone["compute"]) == (speed == 1e3)
+
+
+def test_experts_messages_overlap_in_each_dualpipe_and_only_there():
+    flags = "--gpus 16 --gpu h100 --pp 2 --dp 8 --batch-size 64 --layers 8 --experts 8"
+    args = plan.parse(flags.split())
+    found = {one for piece in plan.pieces_of(args) for one in plan.pipelines_of(args, piece)}
+    assert {one.ep for one in found if one.schedule == "dualpipe"} == {1, 2, 4, 8}
+    for one in found:
+        assert one.overlap == (one.ep > 1 and one.schedule in ("dualpipe", "dualpipe-v"))
+    args = plan.parse([*flags.split(), "--overlap"])
+    asked = {one for piece in plan.pieces_of(args) for one in plan.pipelines_of(args, piece)}
+    assert asked == {one for one in found if one.overlap}
+
+
 @pytest.mark.parametrize("zero", range(4))
 def test_moments_in_bf16_take_a_third_of_the_optimizers_bytes_away(zero):
     flags = f"--gpus 8 --gpu h100 --dp 8 --zero {zero} --moments"
@@ -465,9 +498,11 @@ def test_a_few_gpus_have_a_plan(gpus, more, capsys):
 
 
 WRONG = {
-    "--gpus 8 --model llama3-70b": "no layout fits 80 GB: the leanest takes 1",
+    "--gpus 8 --model llama3-70b --tp 8 --recompute full": "no layout fits 80 GB: the leanest",
     "--gpus 8 --tp 3": "--pp 1 * --dp 2 * --cp 1 * --tp 3 is not 8, the number of ranks",
     "--gpus 8 --recompute none --recompute-layers 2": "--recompute-layers 2 needs --recompute full",
+    "--gpus 8 --experts 4 --schedule 1f1b --overlap": "--overlap needs --schedule dualpipe",
+    "--gpus 8 --overlap": "--overlap needs --ep > 1",
     "--gpus 13 --batch-size 16": "--batch-size 16 is not divisible by --dp 13",
     "--gpus 8 --pp 2 --schedule zb-v --microbatches 1": "no number of microbatches",
     "--gpus 8 --model deepseek-v3 --dtype fp32": "--dtype fp32 means nothing to a plan",

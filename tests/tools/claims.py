@@ -366,7 +366,7 @@ Llama 3 2024 | llama3-405b --gpus 16384 --gpu h100 --tp 8 --cp 1 --pp 16 | | 400
 Llama 3 2024 | llama3-405b --gpus 16384 --gpu h100 --seq-len 131072 --tp 8 --cp 16 --pp 16 \
 | | 380 TFLOP/s
 DeepSeek-V3 2024 | deepseek-v3 --gpus 2048 --gpu h800 --batch-size 15360 --tp 1 --cp 1 --pp 16 \
---ep 64 --schedule dualpipe --zero 1 | | 1,543 tokens/s
+--ep 64 --schedule dualpipe --overlap --zero 1 | | 1,543 tokens/s
 Kimi K2 2025 | kimi-k2 --gpu h800 --tp 1 --cp 1 --pp 16 --ep 16 --schedule interleaved --zero 1 \
 | --gpus 2048 --batch-size 4096 |
 GLM-5 2026 | glm-5 --schedule interleaved --zero 2 \

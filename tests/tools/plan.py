@@ -74,6 +74,7 @@ class Layout(NamedTuple):
     replicate: int = 1
     moments: str = "fp32"
     recompute_layers: int = 1
+    overlap: bool = False
 
     piece = property(lambda self: Layout(*self[:12]))  # the fields that a layer's work depends on
     # the microbatches that a stage computes; each of DualPipe's two replicas takes half of them
@@ -311,8 +312,9 @@ ALPHA = 6e-5  # seconds that a batch of messages costs the host
 def seconds_of(config, gpu, layout):
     """Return {part: seconds} of a step: compute, exposed communication, and the bubble.
 
-    A stage waits for its messages, which are split over tp. DualPipe, as with --overlap, hides ep
-    behind compute. All ranks meet for the gradient norm at the end of a step. So in a schedule
+    A stage waits for its messages, which are split over tp. --overlap hides ep behind compute in
+    pairs of passes. On the rank with the fewest pairs, 3p - 1 of 2m forward passes are in none
+    (dualpipe: 3p - 2). All ranks meet for the gradient norm at the end of a step. So in a schedule
     whose ranks finish one after the other, the first ones wait for the last.
     """
     schedule, pp, m, chunks = layout.schedule, layout.pp, layout.microbatches, layout.chunks
@@ -320,8 +322,10 @@ def seconds_of(config, gpu, layout):
     shares = shares_of(config, layout.schedule, layout.pp, layout.chunks)
     busiest = max((share.layers * layer + share.heads * head for share in shares), key=sum)
     seconds = dict(zip(("compute", "tp", "cp", "ep"), layout.rounds * busiest))
-    if schedule == "dualpipe":
-        seconds["ep"] = max(0.0, seconds["ep"] - seconds["compute"])
+    if layout.overlap:
+        alone = 3 * pp - 1 - (schedule == "dualpipe")
+        paired = 1 - alone / (2 * m)
+        seconds["ep"] -= paired * min(seconds["ep"], seconds["compute"])
     is_far = pp * layout.dp * layout.cp * layout.tp > gpu.per_node
     message = 2 * layout.batch * config.seq_len * config.hidden / layout.cp / layout.tp
     message = ALPHA + gpu.move(message, gpu.network if is_far else gpu.node)
@@ -535,10 +539,14 @@ def pieces_of(args, most=200_000):
     return found
 
 
+CAN_OVERLAP = "dualpipe", "dualpipe-v"
+
+
 def pipelines_of(args, piece):
     """Yield a piece's Layouts in all schedules whose formulas hold for its number of microbatches.
 
-    naive and gpipe are left out, because neither is faster than 1f1b.
+    naive and gpipe are left out, because neither is faster than 1f1b. Schedules that can overlap
+    the messages of experts do so.
     """
     p = piece.pp
     names = [name for name in SCHEDULES if name not in ("naive", "gpipe")] if p > 1 else ["1f1b"]
@@ -547,7 +555,8 @@ def pipelines_of(args, piece):
             chosen = args.fixed.get("chunks", range(2, 9))
             for v in chosen if SCHEDULES[name].v is None else [SCHEDULES[name].v]:
                 if p * v <= args.layers + 2:
-                    yield piece._replace(schedule=name, chunks=v)
+                    overlap = name in CAN_OVERLAP and piece.ep > 1
+                    yield piece._replace(schedule=name, chunks=v, overlap=overlap)
 
 
 # ---- the sweep -----------------------------------------------------------------------------------
@@ -616,6 +625,8 @@ def parse(argv):
     _, config = MODELS.get(args.model, (0, GPTConfig()))
     vars(args).update(vars(config) | given | {"given": given, "machine": GPUS[args.gpu]})
     args.fixed = {name: [value] for name, value in given.items()}
+    if args.overlap:
+        args.fixed.setdefault("schedule", CAN_OVERLAP)
     args.unfused = (args.model or "").startswith("gpt-")
     args.kv_heads, args.ffn = args.kv_heads or args.heads, args.ffn or 4 * args.hidden
     args.min_lr = args.decay_steps = 0  # check() compares them, but a plan has no learning rate
@@ -624,12 +635,14 @@ def parse(argv):
     known = {"--experts", "--block llama"}  # the plan chooses the other things that flags need
     if "recompute" in given:
         known.add("--recompute full")
+    if "schedule" in given:
+        known.add("--schedule dualpipe or dualpipe-v")
     needy = [flag for flag in hybrid.FLAGS if flag.metadata.get("needs") in known]
     hybrid.check_needs(args, {flag.name: given.get(flag.name) for flag in needy})
     return args
 
 
-HEADER = "tp  cp   pp    dp  ep ZeRO schedule       m x b    recompute   step s TFLOP/s   MFU"
+HEADER = "tp  cp   pp    dp  ep ZeRO schedule           m x b    recompute   step s TFLOP/s   MFU"
 
 
 def mfu(plan, args):
@@ -642,7 +655,9 @@ def line_of(plan, args):
     """Return the line of a Plan under HEADER."""
     of, reached = plan.layout, mfu(plan, args)
     name = f"{of.schedule} {of.chunks}" if SCHEDULES[of.schedule].v is None else of.schedule
-    line = f"{of.tp:2} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
+    if of.overlap:
+        name += " overlap"
+    line = f"{of.tp:2} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:18}"
     line += f"{of.microbatches:5} x {of.batch:<4}{of.recompute:9} {plan.step:8.4g}"
     return f"{line} {reached * args.machine.tflops:7.4g} {reached:5.1%}"
 
