@@ -113,6 +113,7 @@ CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
 }  # fmt: skip
 WITH_CHUNKS = " or ".join(name for name, kind in SCHEDULES.items() if kind.v is None)
+WITH_PAIRS = "dualpipe or dualpipe-v"
 IGNORE_INDEX = -100  # a target that does not count
 GARBAGE_EVERY = 50  # steps between Python's collections of garbage
 
@@ -2703,7 +2704,7 @@ class Args(GPTConfig):
                          needs="--pp > 1", neutral="1f1b")  # fmt: skip
     overlap: bool = flag(False, "compute a forward and a backward in turns, each while the other's "
                          "tokens travel to experts: pays where they cross nodes",
-                         needs="--schedule dualpipe or dualpipe-v")  # fmt: skip
+                         needs=f"--schedule {WITH_PAIRS}")  # fmt: skip
     chunks: int = flag(2, "pipeline stages on each rank", needs=f"--schedule {WITH_CHUNKS}",
                        neutral=1)  # fmt: skip
     microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)",

@@ -538,7 +538,7 @@ def _lose(folder, names_it):
     except RuntimeError as error:
         assert hybrid.is_lost_connection(error), error
     lost = "rank 0 lost rank 1" if names_it else ""
-    return hybrid.silent_ranks(store, dist.get_rank(), 4, lost, seconds=2)
+    return hybrid.silent_ranks(store, dist.get_rank(), 4, lost, seconds=3)
 
 
 @pytest.mark.parametrize("names_it, found", [(False, [1, 3]), (True, [1])])
@@ -564,7 +564,7 @@ def _never_join(phase, folder):
         patch.object(hybrid, "launched", lambda: (rank, world_size, rank, world_size)),
         patch.object(hybrid, "meet", lambda _: (store, rank, world_size)),
         patch.object(hybrid, phase, die),
-        patch.object(hybrid, "silent_ranks", functools.partial(hybrid.silent_ranks, seconds=2)),
+        patch.object(hybrid, "silent_ranks", functools.partial(hybrid.silent_ranks, seconds=4)),
     ):
         status = hybrid.main("--timeout 2 --dp 3".split(), lambda args, _: hybrid.make_mesh(args))
     if not dist.is_initialized():  # the ranks of this file leave a group at their end

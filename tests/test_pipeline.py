@@ -32,7 +32,7 @@ from replicas import demonstration, interleaved_group
 from zero import FullyShardedDataParallel
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in range(1, 4 * p + 1)]
-LARGER = [(p, m) for p in (5, 7, 8) for m in range(1, 4 * p + 1)]
+MORE_SIZES = [(p, m) for p in (5, 7, 8) for m in range(1, 4 * p + 1)]
 
 ALL = SCHEDULES | {"forward_only": forward_only}
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
@@ -97,7 +97,7 @@ def test_actions_have_the_same_order_as_pytorchs(name):
             assert found == expected
 
 
-@pytest.mark.parametrize("sizes", [SIZES, soak(LARGER)], ids=["sizes", "larger"])
+@pytest.mark.parametrize("sizes", [SIZES, soak(MORE_SIZES)], ids=["sizes", "more"])
 @every_schedule
 def test_bubble_and_peak_are_those_of_the_formulas(name, sizes):
     """If the caller chooses the chunks, there are 1 to 4. GPipe's backwards run in both orders."""

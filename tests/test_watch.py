@@ -238,7 +238,9 @@ def test_a_process_compares_the_cuts_of_tp_s_copies_in_its_first_step_also_if_it
 # ---- garbage, the next batch ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", ["--zero 3", soak("--pp 2 --recompute full"), soak("--tp 2 --sp")])
+@pytest.mark.parametrize(
+    "flags", ["--zero 3", soak("--pp 2 --recompute full"), soak("--tp 2 --sp")]
+)
 @on_ranks(2)
 def test_python_collects_no_garbage_inside_a_step(flags, tmp_path, monkeypatch):
     events = []

@@ -313,8 +313,7 @@ def seconds_of(config, gpu, layout):
     """Return {part: seconds} of a step: compute, exposed communication, and the bubble.
 
     A stage waits for its messages, which are split over tp. --overlap hides ep behind compute in
-    pairs of passes. On the rank with the fewest pairs, 3p - 1 of 2m forward passes are in none
-    (dualpipe: 3p - 2). All ranks meet for the gradient norm at the end of a step. So in a schedule
+    pairs of passes. All ranks meet for the gradient norm at the end of a step. So in a schedule
     whose ranks finish one after the other, the first ones wait for the last.
     """
     schedule, pp, m, chunks = layout.schedule, layout.pp, layout.microbatches, layout.chunks
@@ -323,9 +322,8 @@ def seconds_of(config, gpu, layout):
     busiest = max((share.layers * layer + share.heads * head for share in shares), key=sum)
     seconds = dict(zip(("compute", "tp", "cp", "ep"), layout.rounds * busiest))
     if layout.overlap:
-        alone = 3 * pp - 1 - (schedule == "dualpipe")
-        paired = 1 - alone / (2 * m)
-        seconds["ep"] -= paired * min(seconds["ep"], seconds["compute"])
+        hidden = min(seconds["ep"], seconds["compute"])
+        seconds["ep"] -= share_in_pairs(schedule, pp, m) * hidden
     is_far = pp * layout.dp * layout.cp * layout.tp > gpu.per_node
     message = 2 * layout.batch * config.seq_len * config.hidden / layout.cp / layout.tp
     message = ALPHA + gpu.move(message, gpu.network if is_far else gpu.node)
@@ -337,6 +335,16 @@ def seconds_of(config, gpu, layout):
     staggered = {"zb-h2": times[0], "zb-v": (times[1] - times[2]) / 2}
     seconds["bubble"] = (pp - 1) * staggered[schedule] if schedule in staggered else bubble
     return seconds
+
+
+def share_in_pairs(schedule, p, m):
+    """Return the share of a rank's forward passes that --overlap pairs with a backward.
+
+    This is the rank with the fewest pairs. See pair_up() in pipeline.py.
+    """
+    if schedule == "dualpipe":  # a rank computes m microbatches in two replicas of a stage
+        return 1 - (3 * p / 2 - 1) / m
+    return 1 - (3 * p - 1) / (2 * m)
 
 
 @lru_cache(maxsize=None)
@@ -539,7 +547,7 @@ def pieces_of(args, most=200_000):
     return found
 
 
-CAN_OVERLAP = "dualpipe", "dualpipe-v"
+CAN_OVERLAP = hybrid.WITH_PAIRS.split(" or ")
 
 
 def pipelines_of(args, piece):
@@ -636,7 +644,7 @@ def parse(argv):
     if "recompute" in given:
         known.add("--recompute full")
     if "schedule" in given:
-        known.add("--schedule dualpipe or dualpipe-v")
+        known.add(f"--schedule {hybrid.WITH_PAIRS}")
     needy = [flag for flag in hybrid.FLAGS if flag.metadata.get("needs") in known]
     hybrid.check_needs(args, {flag.name: given.get(flag.name) for flag in needy})
     return args

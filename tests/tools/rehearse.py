@@ -102,9 +102,10 @@ class Watch(TorchDispatchMode):
 def stand_ins(watch, args, rank):
     """Replace the values, addresses and memory of tensors, and the other ranks, by stand-ins."""
     tokens = args.batch_size // args.dp // args.microbatches * args.seq_len // args.cp // args.tp
-    hop, slices_of = SimpleNamespace(rows=0), hybrid.slices_of
+    slices_of = hybrid.slices_of
+    hop = SimpleNamespace(rows=0)  # what this rank sends in it
 
-    def wait_for_counts(counts, wait=Counts.wait):  # between nodes, a row per node of a token
+    def wait_for_counts(counts, wait=Counts.wait):  # a token goes to a node once
         ranks = dist.get_process_group_ranks(counts.group)
         crosses = len({rank // PER_NODE for rank in ranks}) > 1
         of_token = min(args.topk_nodes, args.top_k) if crosses else args.top_k

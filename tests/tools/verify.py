@@ -126,7 +126,7 @@ def draw(random, world_size):
         flags |= {"experts": world_size * math.ceil(4 / world_size), "top_k": top_k}
         flags |= {"balance": pick(("aux", "bias", "none")), "shared_experts": pick((0, 1))}
         flags |= {"moe_every": min(flags["layers"], pick((1, 2))), "ep": pick((1, 2, 4, 8))}
-        if flags["schedule"] in ("dualpipe", "dualpipe-v"):
+        if flags["schedule"] in hybrid.WITH_PAIRS.split(" or "):
             flags |= {"overlap": pick((None, True))}
     typed = [hybrid.as_typed(*flag) for flag in flags.items() if flag[1] is not None]
     return [*typed, (pick((1, 2)), typed[-1])]
