@@ -1,32 +1,30 @@
 """Expert parallelism: each token uses k of E experts, which are spread over a group of P ranks.
 
 A mixture-of-experts layer replaces a transformer block's MLP with E MLPs, the experts. A router
-scores them for each token t, which is sent to the ranks of the k best. The results come back, and
+scores them for each token t, which is sent once to each of the k best. The results come back, and
 y(t) is their sum, weighted by the router. Parameters grow with E, but work per token only with k.
-Here k = 1, rank 0 has experts E0 and E1, and rank 1 has E2 and E3. The token t0(E2) uses E2. A bar
-separates rows to, or from, different ranks. The results return by the same way, in reverse:
 
-             tokens                  sorted by expert    after all-to-all    grouped by expert
-    rank 0   t0(E2) t1(E0) t2(E1) -> t1 t2 | t0       -> t1 t2 | t3 t4    -> E0: t1 t3 t4   E1: t2
-    rank 1   t3(E0) t4(E0) t5(E3) -> t3 t4 | t5       -> t0 | t5          -> E2: t0         E3: t5
+Each rank has tokens of its own, as in data parallelism, and copies of all other layers. Only the
+experts are divided, since one rank would have no room for all of them. Here k = 1, and there are
+P = 2 ranks with one expert each. The token t0(E1) uses expert E1, which is on rank 1. A bar
+separates rows to, or from, different ranks:
 
-A router tends to overuse a few experts, and its logits tend to grow. There are three remedies:
+             tokens                  sorted by expert    after all-to-all    results, back again
+    rank 0   t0(E1) t1(E0) t2(E0) -> t1 t2 | t0       -> t1 t2 | t3 t5    -> t1 t2 | t0
+    rank 1   t3(E0) t4(E1) t5(E0) -> t3 t5 | t4       -> t0 | t4          -> t3 t5 | t4
 
-    balance loss   E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
-                   p_i is the mean probability of expert i (GShard, Switch)
-    bias           a number per expert, added to its score for the choice only, not for the weight.
-                   It is lowered for busy experts and raised for less busy ones (DeepSeek)
-    z-loss         the mean of logsumexp(logits)^2, which keeps the logits small (ST-MoE)
+A router tends to overuse a few experts, and then all ranks wait for theirs. So the upper floor
+keeps it balanced.
 
 A rank holds   E/P whole experts, and copies of the router and of the shared experts, which all
                tokens use. It drops tokens only if experts have a limited capacity (GShard, Switch)
 It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its backward, if each
                rank has N tokens of width D and routing is even. two_hops() sends a token to
                another node only once, however many of its experts are there
-Overlap        shared experts compute while the host waits for message sizes or, in a layer in
-               parts, while tokens travel. There, some tokens travel while experts compute others.
-               With hand_over, another microbatch computes as well, as in DeepSeek's DualPipe: see
-               pair_up() in pipeline.py
+Overlap        shared experts compute while ranks exchange the sizes of messages. If a layer is
+               divided into parts, they compute while tokens travel, and some tokens travel while
+               experts compute others. With hand_over, another microbatch computes as well, as in
+               DeepSeek's DualPipe: see pair_up() in pipeline.py
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
                split one expert over several ranks. DeepEP has kernels for both all-to-alls
 
@@ -56,32 +54,45 @@ from collectives import (
 def switch(x, experts, compute, group=None):
     """Send each token to its expert and back, with one expert on each rank and k = 1.
 
-    All rows that arrive are for this rank's expert, so they need no sorting. In backward, autograd
-    sends the rows' gradients by the same two all-to-alls, in reverse.
-    x: (N, D). experts: (N,); expert i is on rank i. compute: this rank's expert, (M, D) -> (M, D).
-    Types (see "derivatives" in collectives.py): x and what compute() uses V -> V.
+    A rank sorts its tokens by expert, which sorts them by rank, too. First the ranks exchange
+    counts, since none knows how many rows it will receive. Then rows go to their experts, and
+    results return. In backward, autograd sends the gradients of both back by two more all-to-alls.
+    On rank 0 of the picture at the top, experts = 1 0 0, order = 1 2 0, rows_to = [2, 1] and
+    rows_from = [2, 2]. At the end, order.argsort() = 2 0 1 turns t1 t2 t0 into t0 t1 t2.
+
+    x: (N, D). experts: (N,); expert i is on rank i. compute: this rank's expert, (M, D) -> (M, D),
+        where M, the number of rows that arrive, may be 0. All ranks must call switch(), also one
+        without tokens.
+    Types (see "derivatives" in collectives.py): x and what compute() uses are V, tensors of this
+    rank's own, and so is the result: V -> V.
     """
     _, world_size = rank_and_size(group)
     send_counts = experts.bincount(minlength=world_size)
     receive_counts = all_to_all_in_group(send_counts, group=group)
-    rows_to = send_counts.tolist()  # sizes of tensors are Python's, so the host waits here
+    rows_to = send_counts.tolist()  # Python's integers, for which the host waits if x is on a GPU
     rows_from = receive_counts.tolist()
     order = experts.argsort(stable=True)
-    # after the rows: how many come from each rank, and how many go to each rank
-    rows = all_to_all_in_group(x[order], rows_from, rows_to, group)
-    rows = all_to_all_in_group(compute(rows), rows_to, rows_from, group)
-    # x[order] is sorted by expert; indexing with order.argsort() restores the order of x
-    return rows[order.argsort()]
+    rows = all_to_all_in_group(
+        x[order], output_split_sizes=rows_from, input_split_sizes=rows_to, group=group
+    )
+    results = all_to_all_in_group(
+        compute(rows), output_split_sizes=rows_to, input_split_sizes=rows_from, group=group
+    )
+    return results[order.argsort()]  # in the order of x
 
 
 def switch_layer(x, router, compute, group=None):
     """Return each token's result from its likeliest expert, times its probability (Switch).
 
+        mlp = nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D))  # this rank's expert
+        y = switch_layer(x, router, mlp)
+
     router: (P, D), for one expert on each rank. The choice has no gradient, so the router learns
     through the probability alone. Each rank has a copy of it, whose gradient covers this rank's
-    tokens only, so the caller must sum it over the group. An expert's gradient needs no sum, since
-    the expert has computed for the tokens of all ranks.
-    Types: x and what compute() uses V, router R -> V.
+    tokens only. An expert has computed for the tokens of all ranks. So if the loss is the sum of
+    all ranks' losses, the caller must sum the router's gradient over the group, and an expert's is
+    complete. If it is their mean, the caller must also divide both by P.
+    Types: x and what compute() uses V, router R (equal tensors, used for different tokens) -> V.
     """
     probabilities = F.linear(x, router).softmax(-1)  # (N, P)
     weights, experts = probabilities.max(-1)  # (N,) each
@@ -97,7 +108,14 @@ def switch_layer(x, router, compute, group=None):
 # ---- dispatch and combine ------------------------------------------------------------------------
 #
 # A choice is a pair of a token and one of its k experts. One row travels for each choice. A rank
-# has G = E/P experts, and sorts the rows that it receives by expert. The steps are:
+# has G = E/P experts, and sorts the rows that it receives by expert. Here k = 1 and G = 2, so rank
+# 0 has E0 and E1, and rank 1 has E2 and E3:
+#
+#              tokens                  sorted by expert    after all-to-all    grouped by expert
+#     rank 0   t0(E2) t1(E0) t2(E1) -> t1 t2 | t0       -> t1 t2 | t3 t4    -> E0: t1 t3 t4   E1: t2
+#     rank 1   t3(E0) t4(E0) t5(E3) -> t3 t4 | t5       -> t0 | t5          -> E2: t0         E3: t5
+#
+# The steps are:
 #
 #     forward     counts      each rank is told how many rows each of its experts gets from each
 #                             rank. The host waits, since it needs the sizes of the next messages
@@ -110,8 +128,7 @@ def switch_layer(x, router, compute, group=None):
 #                 4. dispatch in reverse: the gradients of the experts' inputs come back
 #                 5. a token's dx is the sum of its rows' gradients; d weight goes to the router
 #
-# The zero-bubble schedules of pipeline.py do not defer the gradients of the experts' matrices. On a
-# GPU, rows are added by atomic operations, in any order, so the last bits may vary for k > 2.
+# On a GPU, rows are added by atomic operations, in any order, so the last bits may vary for k > 2.
 
 
 def dispatch_and_combine(
@@ -122,8 +139,8 @@ def dispatch_and_combine(
     x: (N, D). experts (-1 for none), weights: (N, k). Expert e is on rank e * P // num_experts.
     compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
         sorted by expert. `sizes` (a list) and `counts` (a tensor) are the experts' row counts.
-    shared: a module whose output for x is added. With one part, it is launched before the host
-        waits for counts. With several, it computes while the first one travels.
+    shared: a module whose output for x is added. With several parts, or with hand_over, it computes
+        while the first part travels. Otherwise it is launched before the host waits for counts.
     parts: see "a layer in parts". compute() is called for each part, and all ranks pass the same.
     hand_over: see MoE.
     Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
@@ -143,8 +160,8 @@ class Counts:
     """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
 
     The arguments are those of dispatch_and_combine(). Part i of N tokens has num_tokens[i] of them,
-    which may be none. wait() yields a Hop for each part. On rank 0 of the picture at the top, where
-    G = 2 and experts = 2 0 1, counts are indexed by [rank][local expert]:
+    which may be none. wait() yields a Hop for each part. On rank 0 of the picture above,
+    experts = 2 0 1 and G = 2. Counts are indexed by [rank][local expert]:
 
         Counts()    order = 1 2 0, send_counts = [[1, 1], [1, 0]], receive_counts = [[1, 1], [2, 0]]
         wait()      rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1,
@@ -186,7 +203,7 @@ class Counts:
 class Hop:
     """Carries tokens to the ranks of their experts, and results back.
 
-    On rank 0 of the picture at the top:
+    On rank 0 of the picture above:
 
         dispatch()  sends t1 t2 | t0, receives t1 t2 | t3 t4, returns t1 t3 t4 t2
         combine()   takes results in this order, sends t1 t2 | t3 t4 back, receives t1 t2 | t0
@@ -318,7 +335,7 @@ def two_hops(
 ):
     """Do what dispatch_and_combine() does, but let a token cross to each node at most once.
 
-    node_group: the ranks of this node. cross_group: one rank per node, at the same place in each.
+    node_group: the ranks of this node. cross_group: the ranks at this rank's place in all nodes.
 
     First hop: each token goes once to every node that holds one of its experts, together with its
     choices and weights. Second hop: an ordinary dispatch inside the node. The weighted results are
@@ -363,12 +380,12 @@ def two_hops(
 #     router            shared       experts 1    experts 2    sums 1       sums 2
 #                       dispatch 1   dispatch 2   combine 1    combine 2
 #
-# Only the first dispatch and the last combine of a direction are exposed, as far as the shared
-# experts and the sums do not hide them. Every rank posts as many messages, also for parts in which
-# it has no token. Nothing else changes: a token's choices, what capacity drops and the order in
-# which a token's results are added are those of the whole. A matrix's gradient is the sum of those
-# of the parts, and each part needs kernels and batches of its own. So it pays if messages are long,
-# and if an expert's rows of a part still fill a GPU.
+# In both directions, only dispatch 1 and combine 2 are exposed, as far as the shared experts and
+# the sums do not hide them. Every rank posts as many messages, also for parts in which it has no
+# token. Nothing else changes: a token's choices, what capacity drops and the order in which a
+# token's results are added are those of the whole. A matrix's gradient is the sum of those of the
+# parts, and each part needs kernels and batches of its own. So it pays if messages are long, and if
+# an expert's rows of a part still fill a GPU.
 #
 # Before a layer waits for rows, it calls hand_over(), if it has one. There, pipeline.py lets a pass
 # of another microbatch compute until that pass has to wait for rows of its own.
@@ -403,7 +420,8 @@ class Journey:
     """An all-to-all that is under way, in forward from _Post to _Await, in backward the reverse.
 
     received, sent: how many rows come from and go to each rank in forward
-    hand_over: called before the rows are waited for, in both directions; None if they are few
+    hand_over: called before the rows are waited for, in both directions; None for short rows, such
+        as those of choices and weights
     """
 
     def __init__(self, received, sent, group, hand_over=None):
@@ -447,9 +465,10 @@ class _Await(torch.autograd.Function):
     """Wait for rows. Backward begins to send their gradients back.
 
     Autograd insists that the gradient of an input has the input's shape, which is that of the rows
-    received in forward. But the gradients that arrive in backward are those of the rows sent. So
-    backward returns the gradient that it sends, as a placeholder that _Post ignores. What arrives
-    is left in the Journey, which both share, and _Post returns it.
+    received in forward. But the gradients that arrive in backward are those of the rows sent: if 3
+    rows were sent and 4 received, _Await's input has 4 rows, and 3 gradients arrive. So backward
+    returns the gradient that it sends, as a placeholder that _Post ignores. What arrives is left in
+    the Journey, which both share, and _Post returns it.
     """
 
     @staticmethod
@@ -478,6 +497,15 @@ def await_rows(rows, journey):
 
 
 # ---- router and balance --------------------------------------------------------------------------
+#
+# A router tends to overuse a few experts, and its logits tend to grow. There are three remedies,
+# and MoE's capacity_factor, which limits the rows of an expert and drops the others:
+#
+#     balance loss  E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
+#                   p_i is the mean probability of expert i (GShard, Switch)
+#     bias          a number per expert, added to its score for the choice only, not for the weight.
+#                   It is lowered for busy experts and raised for less busy ones (DeepSeek)
+#     z-loss        the mean of logsumexp(logits)^2, which keeps the logits small (ST-MoE)
 
 # The routing of N tokens: (N, k) experts and their weights, (N, E) probabilities and logits.
 Routing = namedtuple("Routing", "experts weights probabilities logits")
@@ -573,6 +601,7 @@ class Router(nn.Module):
         return _best(scores, self.top_k)
 
     def _apply(self, function, recurse=True):
+        """Move and convert the tensors, as any module does, but keep the bias in fp32."""
         bias = self.bias
         super()._apply(function, recurse)
         if not bias.is_meta:  # not rounded to 16 bits, which lose small updates
@@ -620,6 +649,8 @@ def router_z_loss(logits, tokens):
 class Experts(nn.Module):
     """This rank's experts. Each is an MLP, D -> ffn_hidden -> D, without biases.
 
+    The zero-bubble schedules of pipeline.py do not defer the gradients of these matrices.
+
     activation: a module for what lies between the matrices w_in and w_out. By default it is GELU.
     gated: whether it maps 2 ffn_hidden numbers, a gate and a value for each, to ffn_hidden.
     """
@@ -657,6 +688,7 @@ def _grouped(x, weight, sizes, counts):
 class AddLossAndTally(torch.autograd.Function):
     """Return x. In backward, give `losses` the gradient `factors`, and add `counted` to `tally`.
 
+    The model's loss does not depend on `losses`, so backward would not reach them otherwise.
     As with Megatron-LM's MoEAuxLossAutoScaler, a loss can be computed inside the model without
     becoming an output. Recomputation repeats only the forward, so nothing is added twice. `factors`
     is read in backward, so it may change after forward.

@@ -1,35 +1,30 @@
 """Pipeline parallelism: layers are cut into stages, one per rank; microbatches flow through them.
 
 If a batch passes through in one piece, only one stage works at a time. If the batch is cut into m
-microbatches, the stages work side by side, and are idle only while the pipeline fills and drains.
-This idle time is called the bubble. Here are p = 3 stages and m = 5 microbatches. A slot of time is
-two characters wide. A forward (F) takes one slot, a backward (B) takes two, a message takes none,
-and dots are idle:
+microbatches, the stages work side by side, and a rank is idle only while microbatches travel to the
+last stage or gradients return from it. This idle time is called the bubble. Here are p = 3 stages
+and m = 5 microbatches. A slot of time is two characters wide. A forward (F) takes one slot, a
+backward (B) takes two, a message takes none, and dots are idle:
 
     GPipe: all forward, then all backward          1F1B: one forward, one backward, in turn
     F0F1F2F3F4............B0B0B1B1B2B2B3B3B4B4     F0F1F2........B0B0F3B1B1F4B2B2..B3B3..B4B4
     ..F0F1F2F3F4......B0B0B1B1B2B2B3B3B4B4....     ..F0F1....B0B0F2B1B1F3B2B2F4B3B3..B4B4....
     ....F0F1F2F3F4B0B0B1B1B2B2B3B3B4B4........     ....F0B0B0F1B1B1F2B2B2F3B3B3F4B4B4........
 
-The bubble is the same. If a forward takes F and a backward B, it is (p-1)(F+B) on every rank. This
-is (p-1)/m of the ideal time m(F+B), or (p-1)/(m+p-1) of the whole step. 1F1B saves memory: stage
-holds activations of at most min(m, p - stage) microbatches, here 3, 2 and 1; GPipe holds all m = 5.
-
-A backward has two halves. Other stages wait only for the gradient of a stage's input (I). The
-gradient of its weights (W), about half of the work, can fill idle slots, as in the zero-bubble
-schedules. Other schedules shorten the bubble by cutting a rank's layers into chunks, or by filling
-the pipeline from both ends.
+The bubble is the same. If a forward takes F and a backward B, it is (p-1)(F+B) on every rank. The
+last rank shows why: its first input has been through p-1 forwards, then it works without a pause,
+and its last gradient still has p-1 backwards to go through. The bubble is (p-1)/m of the ideal time
+m(F+B), or (p-1)/(m+p-1) of the whole step. 1F1B saves memory: stage s holds activations of at most
+min(m, p - s) microbatches, here 3, 2 and 1; GPipe holds all m = 5. Other schedules, on the upper
+floor of this file, also shorten the bubble.
 
 Microbatches do not change the result of layers that treat each sample by itself, such as attention
 and LayerNorm. BatchNorm would use the mean and variance of a microbatch instead of the batch's.
 
-A schedule is data: a list of actions (F, B, I, W) per rank, and the routes of the microbatches. One
-simulator times it, checks it, and derives one global order of messages; one executor runs it.
-
 A rank holds   the parameters of its stages; the activations of every microbatch whose forward is
                done and whose backward is not
-It sends       per microbatch and boundary between stages, the activations forward and their
-               gradient back; each has b s h elements (microbatch size, sequence length, width)
+It sends       per microbatch, activations to the next stage and a gradient to the previous one;
+               each has b s h elements (microbatch size, sequence length, width)
 Overlap        in Pipeline, messages travel while ranks compute, and receives are posted early. In
                1F1B, ranks still wait for some messages, because a rank often needs what its
                neighbour has just made. With pair_up(), a forward and a backward also
@@ -73,16 +68,28 @@ from collectives import autocasted, count_bytes, exchange, gather_objects, rank_
 def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     """One step of GPipe: all microbatches go forward, then their gradients come back.
 
-    inputs, targets: lists of microbatches, given to every rank; ranks after the first use only the
-        shape and dtype of inputs. Every stage but the last must return the shape and the
-        floating-point dtype of its input.
+        stage = stages[rank]  # of a list of modules, one for each rank
+        optimizer = torch.optim.AdamW(stage.parameters())
+        for inputs, targets in batches:  # equal on all ranks
+            gpipe_step(stage, inputs.chunk(m), targets.chunk(m), lambda y, t: loss(y, t) / m)
+            optimizer.step()  # each rank updates its own stage, without messages
+            optimizer.zero_grad()
+
+    inputs, targets: lists of microbatches. The first rank uses the values of inputs. The others use
+        only their shape and floating-point dtype, which must be those of the tensors they receive.
+        So if stages keep the shape of their input, all ranks can pass the same inputs. If the first
+        stage embeds tokens, the others pass empty tensors (see plain_step() in hybrid.py). The last
+        rank uses targets.
     loss_fn returns a microbatch's share of the loss, such as its mean divided by the number of
         microbatches, because the gradients of the shares are summed.
 
     Gradients accumulate in the parameters. Returns the losses of the microbatches on the last rank,
-    and None on the others. exchange(sends, receives) lists both as (tensor, peer rank), and returns
-    when all are done.
+    and None on the others. exchange(sends, receives) is the fast form of plain_exchange(), and
+    lists both as (tensor, peer rank).
     """
+    # Autograd knows nothing of messages, so each rank has a graph of its own, from x to output. If
+    # g is the loss's gradient by output, output.backward(g) continues the chain rule. It leaves the
+    # loss's gradient by x in x.grad, and that is the previous rank's g.
     rank, world_size = rank_and_size(group)
     last = world_size - 1
     passes = []
@@ -111,20 +118,24 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     """One step of 1F1B: gpipe_step() in another order, which keeps fewer activations.
 
-    A rank first goes forward once per later stage. It then goes forward once more and waits for its
-    first gradient, which the last stage makes itself. A longer warm-up would hold more activations.
-    If messages take no time, it would not shorten the step, because the last stage is already busy
-    from its first forward to its last backward. From then on a rank goes backward after each
-    forward, which frees the activations of one microbatch before it makes those of another. In this
-    steady phase it sends an output and receives a gradient in one exchange with the next rank, and
-    sends a gradient and receives an input in one with the previous rank: if both sides sent first,
-    neither would receive. Before and after it, one side only sends and the other only receives.
+    A rank first goes forward once per later stage: this is its warm-up. It then goes forward once
+    more and waits for its first gradient. The last stage has no warm-up and need not wait, because
+    its backward begins with its own loss. A longer warm-up would hold more activations. If messages
+    take no time, it would not shorten the step, because the last stage is already busy from its
+    first forward to its last backward.
+
+    From then on a rank goes backward after each forward, which frees the activations of one
+    microbatch before it makes those of another. In this steady phase it sends an output and
+    receives a gradient in one exchange with the next rank, and sends a gradient and receives an
+    input in one with the previous rank. If two neighbours both waited for their sends before they
+    received, neither would go on. In the warm-up, and in the cooldown at the end, one side only
+    sends and the other only receives.
     """
     rank, world_size = rank_and_size(group)
     last = world_size - 1
     m = len(inputs)
     warmup = min(m, last - rank)
-    like = [*inputs, None]  # each forward receives a tensor like this; the last is followed by none
+    like = [*inputs, None]  # forward i receives a tensor as like[i] is; after the last, none comes
     passes = deque()  # (input, output) of each microbatch that has gone forward and not back
     losses = []
 
@@ -158,7 +169,7 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     x = swap(rank - 1, None, like[warmup])
     for i in range(warmup, m):  # the steady phase: one forward, one backward
         output = forward(i, x)
-        grad_output = swap(rank + 1, output, passes[0][1])  # of the oldest microbatch
+        grad_output = swap(rank + 1, output, passes[0][1])  # like the oldest microbatch's output
         grad_x = backward(grad_output)
         x = swap(rank - 1, grad_x, like[i + 1])
     while passes:  # the cooldown: the backwards that are left
@@ -169,10 +180,14 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 
 # ==== upper floor =================================================================================
 #
-# All that follows generalises the three loops of one_f_one_b_step(). A schedule says in which order
-# a rank goes forward and backward, a simulator finds the order of messages that fits, and one
-# executor runs any of them, with messages that travel while ranks compute. A reader who wants the
-# technique alone may stop here.
+# All that follows generalises the three loops of one_f_one_b_step(). A schedule is data: it lists
+# in which order each rank goes forward and backward. A simulator times it, checks it and finds the
+# order of messages that fits, and one executor runs any schedule, with messages that travel while
+# ranks compute. A reader who wants the technique alone may stop here.
+#
+# The schedules shorten the bubble in three ways. They divide a backward, so that a part for which
+# no other rank waits can fill idle slots; they cut a rank's layers into chunks, so that
+# microbatches reach the last rank sooner; or they fill the pipeline from both ends.
 
 # ---- what a schedule is --------------------------------------------------------------------------
 
@@ -180,8 +195,9 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 class Action(NamedTuple):
     """One item of a schedule: what a rank does with one microbatch in one chunk of its layers.
 
-    kind: "F" is a forward and "B" a backward. "I" and "W" are the halves of a backward: the
-    gradient of the input, and that of the weights.
+    kind: "F" is a forward and "B" a backward. "I" and "W" are the halves of a backward. I computes
+    the gradient of the stage's input, for which the previous stage waits. W computes the gradient
+    of its weights, for which no other stage waits. It is about half of the work.
     """
 
     kind: str
@@ -202,13 +218,16 @@ class Transfer(NamedTuple):
 
 
 class Schedule(list):
-    """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
+    """A list of actions per rank, and the routes of microbatches through ranks and chunks.
 
-    routes: each lists the places that a forward visits, in order. The default is one route, through
-        chunk 0 of every rank. If there are two, the first half of the microbatches take the first.
+    routes: each lists the places (rank, chunk) that a forward visits, in order. The default is one
+        route, (0, 0), (1, 0), (2, 0) and so on. If there are two, the first half of the
+        microbatches take the first.
     needed, made: {(action, rank): Transfer}, what an action needs before it begins and what it
-        makes. A W has neither. Where a route begins, F needs nothing and B makes nothing; where it
-        ends, F makes nothing and B needs nothing.
+        makes. On rank 1, the first forward needs what rank 0 has made, so needed[F0, 1] and
+        made[F0, 0] are both Transfer(F0, 0, 1), if F0 is Action("F", 0). A W has neither. Where a
+        route begins, F needs nothing and B makes nothing; where it ends, F makes nothing and B
+        needs nothing.
     pairs: a set of (F, rank), the forwards that take turns with the B that follows: see pair_up().
 
     Raises ValueError if a rank has no actions.
@@ -399,6 +418,7 @@ def forward_only(num_stages, num_microbatches, route=None):
 def dualpipe(num_stages, num_microbatches):
     """Two replicas, two directions: half of the microbatches enter at rank 0, half at rank p - 1.
 
+    So on every rank forwards of one direction meet backwards of the other, and the two can overlap.
     Chunk 0 of rank r is stage r of one replica; chunk 1 is stage p-1-r of the other. p = 4, m = 8:
 
         rank 0   F0 F1 F2 f4 i4 w4 f5 F3 b5 f6 B0 b6 f7 B1 b7 I2 W2 I3 W3
@@ -438,7 +458,10 @@ def dualpipe_v(num_stages, num_microbatches):
 
 
 def _dualpipe_letters(rank, p, per_end):
-    """Spell the eight steps of DeepSeek's schedule. per_end: microbatches from each end."""
+    """Spell the eight steps of DeepSeek's schedule. per_end: microbatches from each end.
+
+    On rank 0 of p = 4, with 4 from each end, the steps are FF Ff iwf FbfB bfB bI WI W.
+    """
     depth = min(rank, p - 1 - rank)  # the distance to the nearer end, 0 on the first and last rank
     inner = p // 2 - 1 - depth  # the number of ranks between this one and the middle
     backwards = "bB" * (depth + 1)
@@ -489,10 +512,10 @@ class ScheduleKind:
 
     bubble: the rank's idle time. If `staggered`, time counts from its first to its last action.
     peak: the most microbatches whose activations it holds at a time, from their F to their B or W.
-        One that two chunks hold counts twice. In zb-h1, zb-h2 and zb-v, some ranks hold fewer.
+        One that two chunks hold counts twice. In zb-v, some ranks hold fewer if m < 2p.
     sizes, times: for which p and m, and for which F, B, I and W, the bubble is this. In zb-h2, zb-v
-        and the two dualpipes it is this at most. Outside of `sizes`, interleaved and these two do
-        not exist.
+        and the two dualpipes it is this at most. Outside of `sizes`, interleaved, dualpipe and
+        dualpipe-v raise ValueError.
     v: the number of chunks that share a rank's layers (those of dualpipe's two chunks are two
         replicas); None if the caller chooses it.
 
@@ -569,9 +592,9 @@ def bubble_time(
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2, rank=0):
-    """Return the peak, in units of a microbatch's activations in 1/p of the layers.
+    """Return the table's peak, in units of a microbatch's activations in 1/p of the layers.
 
-    Rank 0's is the largest.
+    It is largest on rank 0.
     """
     kind = SCHEDULES[schedule]
     v = kind.v or num_chunks
@@ -679,9 +702,10 @@ def draw(schedule):
 # Transfers have one global order, and each rank posts its own in this order. It posts a receive as
 # soon as its earlier transfers are posted; for a send, the tensor must also have been made. Then no
 # rank waits forever, whether sends are buffered (gloo) or meet their receives in the order of
-# posting (NCCL). Proof: take the first transfer that is not done. All earlier ones are done, so its
-# receive is posted. In the simulation, all that its sender needed to make the tensor arrived before
-# the tensor did. So these inputs are earlier transfers, the tensor is made, and its send is posted.
+# posting (NCCL). Proof: suppose that some transfers are never done, and take the first of them. All
+# earlier ones are done, so its receive is posted. In the simulation, all that its sender needed to
+# make the tensor arrived before the tensor did. So these inputs are earlier transfers, the tensor
+# is made, and its send is posted. With both posted, it is done.
 #
 # The order is that of arrival in a simulation in which messages take a little time. If they took
 # none, a rank's receive would often tie with one of its sends. If the send came first, the receive
@@ -972,12 +996,12 @@ class WeightGradStore:
     The store is open during an I. A layer may then call put(parameter, product) and return no
     gradient for the parameter; W calls product() to compute it.
 
-    During B, I and W, the layers of tensor_parallel.py save passes over a weight's gradient. While
-    `lends` is true, they write it where weight.lend_gradient() says (see zero.FlatParameter), so a
-    hook on a node of the graph sees the sum so far, and no hook may call torch.autograd.grad().
-    While `adds` is true, they add it to .grad and return none. `adds` is false in an action that
-    starts to reduce gradients over replicas, because the hooks that start the reduction run only if
-    autograd is given a gradient.
+    The rest serves ZeRO and DDP. During B, I and W, the layers of tensor_parallel.py save passes
+    over a weight's gradient. While `lends` is true, they write it where weight.lend_gradient() says
+    (see zero.FlatParameter), so a hook on a node of the graph sees the sum so far, and no hook may
+    call torch.autograd.grad(). While `adds` is true, they add it to .grad and return none. `adds`
+    is false in an action that starts to reduce gradients over replicas, because the hooks that
+    start the reduction run only if autograd is given a gradient.
     """
 
     products = None
@@ -1046,7 +1070,8 @@ class _DeferredLinear(torch.autograd.Function):
 class _Deferred(torch.autograd.Function):
     """Take a parameter. Backward computes a product, which is the parameter's gradient.
 
-    The result serves only as a place where backward() begins.
+    Autograd accumulates it, so that the parameter's hooks run as in any backward. The result of
+    forward serves only as a place where backward() begins.
     """
 
     @staticmethod
@@ -1073,7 +1098,7 @@ def _add_products(products):
 class Turns:
     """Lets a forward and a backward take turns, so that one computes while the other's rows travel.
 
-    Each pass is a call in a thread of its own, but only one of them runs at a time. A layer that
+    The backward has a thread of its own, but only one of the two runs at a time. A layer that
     has posted a message calls hand_over() before it waits for it, and the call returns when the
     other pass has come to its own next wait, or to its end. So ranks that run the same two passes
     post their messages in the same order, and a GPU has the kernels of both in one stream. The

@@ -121,7 +121,7 @@ def test_bubble_and_peak_are_those_of_the_formulas(name, sizes):
         assert formulas_hold(name, p, m) == EXACT.get(name, lambda p, m: True)(p, m)
         claimed = [parts * peak_activations(name, p, m, v, rank) for rank in range(p)]
         assert max(timeline.peak) == max(claimed)
-        if name.startswith("zb"):
+        if name == "zb-v" and m < 2 * p:
             assert all(held <= most for held, most in zip(timeline.peak, claimed))
         else:
             assert timeline.peak == claimed

@@ -26,7 +26,7 @@ from collectives import (
     all_reduce, all_reduce_bytes, count_bytes, gather_objects, observe, rank_and_size,
     reduce_scatter_bytes,
 )
-from ddp import DistributedDataParallel
+from ddp import DistributedDataParallel, backward_in_buckets
 from pipeline import WeightGradStore
 from sequence_parallel import recompute_groups
 from tensor_parallel import column_parallel_linear
@@ -331,18 +331,30 @@ def test_parameters_may_have_groups_of_their_own_and_sums_a_divisor(stage):
 # ---- the ideas -----------------------------------------------------------------------------------
 
 
+def _update_with_momentum():
+    momentum = {}
+
+    def update(weights, gradient):
+        momentum["sum"] = 0.9 * momentum.get("sum", 0) + gradient
+        weights.sub_(0.1 * momentum["sum"])
+
+    return momentum, update
+
+
 @on_ranks(1, 3)
 def test_the_short_form_of_stage_1_takes_the_step_of_one_process():
     x, net, alone = make_data(2 * dist.get_world_size()), make_net(), make_net()
     trained = [p for p in net.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for _ in range(2):
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    momentum, update = _update_with_momentum()
+    for _ in range(3):
         for model, part in ((alone, x), (net, own_part(x))):
             model.zero_grad()
             mean_square(model, part).backward()
         optimizer.step()
-        zero.sharded_step(trained, lambda weights, gradient: weights.sub_(0.1 * gradient))
+        zero.sharded_step(trained, update)
     assert_close(net.state_dict(), alone.state_dict())
+    assert momentum["sum"].numel() == -(-sum(p.numel() for p in trained) // dist.get_world_size())
 
 
 @on_ranks(1, 3)
@@ -354,17 +366,19 @@ def test_the_short_form_of_stage_2_frees_the_gradients_of_a_unit_before_the_next
         count = lambda _: kept.append(sum(p.grad is not None for p in net.parameters()))
         parameter.register_post_accumulate_grad_hook(count)
     buckets = [zero.ShardedBucket([*unit.parameters()]) for unit in net.blocks]
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for _ in range(2):
+    momenta, updates = zip(*[_update_with_momentum() for _ in buckets])
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
         optimizer.zero_grad()
         (sum(mean_square(alone, torch.ones(2, 96) + r) for r in range(P)) / P).backward()
         optimizer.step()
         with least_bytes(), count_bytes() as traffic:
-            mean_square(net, torch.ones(2, 96) + rank).backward()
-            for bucket in buckets:
-                bucket.step(lambda weights, gradient: weights.sub_(0.1 * gradient))
+            backward_in_buckets(mean_square(net, torch.ones(2, 96) + rank), buckets)
+            for bucket, update in zip(buckets, updates, strict=True):
+                bucket.step(update)
         assert traffic.bytes() == zero_bytes(2, 4 * 96 * 96 * 4, P)
-    assert kept == [1] * 8
+    assert kept == [1] * 12
+    assert [momentum["sum"].numel() for momentum in momenta] == [96 * 96 // P] * 4
     assert_close(net.state_dict(), alone.state_dict(), 1e-5)
 
 
