@@ -155,15 +155,16 @@ def test_the_loss_ignores_a_fifth_of_the_targets_and_an_eighth_of_the_rows():
     assert not is_ignored[8:].all(1).any()
 
 
+@pytest.mark.parametrize("flags", ["--block llama --head tied --rope-theta 50", "--moments bf16"])
 @on_ranks(2)
-def test_a_block_and_a_head_apply_to_all_layouts():
+def test_a_block_a_head_and_moments_in_bf16_apply_to_all_layouts(flags):
     rows = [("--tp 2 --sp --layers 1".split(), 2), ("--cp 2 --layers 2".split(), 2)]
-    status, lines = judged("--block llama --head tied --rope-theta 50".split(), rows)
+    status, lines = judged(flags.split(), rows)
     assert status == 0 and (dist.get_rank() or len(lines) == len(rows) + 1)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("flags", ["", "--block llama"])
+@pytest.mark.parametrize("flags", ["", "--block llama", "--moments bf16"])
 @on_ranks(1, 2, 3, 4, 8, timeout=240)
 def test_every_layout_agrees_with_one_process(flags):
     world_size = dist.get_world_size()

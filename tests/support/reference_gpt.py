@@ -323,10 +323,12 @@ class ReferenceTraining:
     """AdamW with clipping, on whole batches. step() returns loss and norm.
 
     .gradients: before clipping. rates: the learning rates of the steps; only step() needs them.
+    rounded_moments: whether AdamW's moments are rounded to bf16 after each step.
     """
 
-    def __init__(self, model, rates, weight_decay, grad_clip):
+    def __init__(self, model, rates, weight_decay, grad_clip, rounded_moments=False):
         self.model, self.rates, self.grad_clip = model, iter(rates), grad_clip
+        self.rounded_moments = rounded_moments
         self.mixtures = [module for module in model.modules() if isinstance(module, MoE)]
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -371,3 +373,7 @@ class ReferenceTraining:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        if self.rounded_moments:
+            for state in self.optimizer.state.values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name].copy_(state[name].bfloat16())

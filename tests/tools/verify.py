@@ -61,7 +61,7 @@ LLAMA = 3  # with --block llama, how many times these bounds are as large for bf
 SEED = 2  # with it, each parallel sum occurs in some layout of 2, 4 and 8 processes
 SHOWN = 2, 4, 8
 INFINITE = "copies differ in a bit, or an initial value does, or a value is not a number"
-OF_ALL = "block head rope_theta collectives device dtype seed timeout"
+OF_ALL = "block head rope_theta collectives device dtype moments seed timeout"
 OF_ALL = {*OF_ALL.split()}  # flags that apply to all layouts
 REFUSED = "dropout capacity_factor topk_nodes data checkpoint save_every eval_every"
 REFUSED = {*REFUSED.split(), "print_every", "metrics", "sample", "prompt", "temperature"}
@@ -262,7 +262,8 @@ def compare(args, device, first, *steps):
     the layout may have a rounding error instead, which Adam would turn into a full step.
     """
     model = reference_gpt(args).double().to(device)
-    one = ReferenceTraining(model, (), args.weight_decay, args.grad_clip)
+    is_rounded = args.moments == "bf16"
+    one = ReferenceTraining(model, (), args.weight_decay, args.grad_clip, is_rounded)
     weights = dict(model.named_parameters())
     biases = {name.replace("bias", "router.bias"): bias for name, bias in model.named_buffers()}
     found = differences("initial", first, initial_values(model, args.seed) | biases)
