@@ -18,6 +18,7 @@ import time
 from concurrent import futures
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from shlex import split
 from unittest.mock import patch
 
 import numpy as np
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import hybrid
 from collectives import gather_objects
 from layouts import assert_alike, soak_but, train_on_text
-from ranks import PROJECT, limit_files, on_ranks, run, soak, spawn
+from ranks import PROJECT, limit_files, on_ranks, quoted, run, soak, spawn
 
 T, V, BATCH, STEPS = 12, 67, 12, 4
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def save(trainer, folder):
 def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
     """Resume from the folder's last checkpoint, save it again in folder/again, and train on."""
     torch.set_default_dtype(dtype)
-    words = f"{FLAGS} --checkpoint {folder} --save-every 2 {flags}".split()
+    words = split(f"{FLAGS} --checkpoint {quoted(folder)} --save-every 2 {flags}")
     args = hybrid.parse(words, dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
     data = hybrid.Data(*np.random.default_rng(1).integers(0, V, (2, 500)))
@@ -366,7 +367,7 @@ def _end(flags, folder, disturb=lambda trainer: None, printed=None):
         patch.object(hybrid, "Saver", Saver),
     ):
         try:
-            train_on_text(f"{FLAGS} --checkpoint {folder} {flags}", folder.parent)
+            train_on_text(f"{FLAGS} --checkpoint {quoted(folder)} {flags}", folder.parent)
         except hybrid.TrainingError as error:
             ended = error.status, str(error)
     signal.signal(signal.SIGTERM, handler)
@@ -666,7 +667,7 @@ def test_a_run_keeps_as_many_checkpoints_as_the_flag_says(tmp_path):
 
 @on_ranks(1)
 def test_a_checkpoint_with_a_suffix_is_neither_resumed_from_nor_deleted(tmp_path):
-    args = hybrid.parse(f"{FLAGS} --checkpoint {tmp_path} --keep 1".split(), 1)
+    args = hybrid.parse(split(f"{FLAGS} --checkpoint {quoted(tmp_path)} --keep 1"), 1)
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
     with hybrid.Saver(trainer, tmp_path) as saver:
         for step, suffix in (1, ""), (2, ""), (3, ".unequal"), (3, ".unequal"):
@@ -750,7 +751,7 @@ def test_a_run_with_no_step_left_says_so_and_validates(tmp_path):
     printed = io.StringIO()
     for flags in "--save-every 2", "--steps 2":
         with redirect_stdout(printed):
-            train_on_text(f"{FLAGS} --checkpoint {tmp_path / 'own'} {flags}", tmp_path)
+            train_on_text(f"{FLAGS} --checkpoint {quoted(tmp_path / 'own')} {flags}", tmp_path)
     *_, sentence, validation = printed.getvalue().splitlines()
     assert sentence == "--steps 2: nothing to train, as step 4 is saved"
     assert validation.startswith("validation loss ") and validation.endswith(" after step 4")
@@ -909,11 +910,11 @@ def test_a_run_says_how_it_differs_from_the_one_that_it_continues(tmp_path):
     expected = "--seed 4 (was 3), --batch-size 6 (was 12)"
     assert _continues("--seed 4 --batch-size 6", folder) == expected
     expected = f"other data, --data {other} (was {text})"
-    assert _continues(f"--data {other}", folder, "0123 4567 " * 99) == expected
+    assert _continues(f"--data {quoted(other)}", folder, "0123 4567 " * 99) == expected
     # the cosine over 2 more steps is at a half of its height, between 1/10 of --lr and --lr
     expected = "--steps 6 (was 4), --decay-steps 4 (was 2), "
     expected += "a learning rate of 0.00165 in the next step (was 0.0003)"
-    assert _continues(f"--data {text} --steps 6", folder) == expected
+    assert _continues(f"--data {quoted(text)} --steps 6", folder) == expected
 
 
 @on_ranks(1)
@@ -937,7 +938,7 @@ def test_a_second_run_cannot_use_the_folder_of_a_live_run(tmp_path):
 
 def _undisturbed(flags):
     with redirect_stdout(io.StringIO()):
-        hybrid.train(hybrid.parse(flags.split(), dist.get_world_size()), CPU)
+        hybrid.train(hybrid.parse(split(flags), dist.get_world_size()), CPU)
 
 
 def _start(*words, **options):
@@ -978,11 +979,11 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_an_undisturbed_run(
 ):
     text, steps = tmp_path / "text", 1 + 6 * kills
     text.write_text("All happy families are alike. " * 99)
-    flags = f"{FLAGS} --data {text} {flags} --vocab-size 256 --steps {steps} --save-every 3"
+    flags = f"{FLAGS} --data {quoted(text)} {flags} --vocab-size 256 --steps {steps} --save-every 3"
     flags += " --print-every 1"
-    run(world_size, _undisturbed, f"{flags} --checkpoint {tmp_path / 'alone'}", timeout=120)
+    run(world_size, _undisturbed, f"{flags} --checkpoint {quoted(tmp_path / 'alone')}", timeout=120)
     words = [f"--nproc-per-node={world_size}", f"--max-restarts={kills}", "--monitor-interval=0.1"]
-    words += [PROJECT / "hybrid.py", "--checkpoint", tmp_path / "own", *flags.split()]
+    words += [PROJECT / "hybrid.py", "--checkpoint", tmp_path / "own", *split(flags)]
     process = _start(*words, stderr=open(tmp_path / "errors", "w"))
     generator = random.Random(kills)
     at_steps = [1] + sorted(generator.sample(range(4, steps - 6), kills - 1))  # step 3 is saved

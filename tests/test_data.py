@@ -8,6 +8,7 @@ import os
 import re
 import struct
 from contextlib import redirect_stdout
+from shlex import split
 from unittest.mock import patch
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import hybrid
-from ranks import on_ranks, run
+from ranks import on_ranks, quoted, run
 
 CPU = torch.device("cpu")
 TOKENS = np.random.default_rng(0).integers(0, 50257, 20_000)
@@ -159,14 +160,14 @@ def test_a_folder_names_what_it_skips_and_without_a_text_it_says_where_tokens_be
     assert bytes(joined(data)) == (SENTENCE[:5] * 99).encode("latin1")
     assert data.skipped == ("a.gz", "a.idx", "a.npy", "a.txt", "late.txt", "sub/", "zpipe")
     line = f"--data {tmp_path}: skips a.gz, a.idx, a.npy and 4 more, not text\n"
-    for printed in run(2, _printed, f"--data {tmp_path} --seq-len 4"):
+    for printed in run(2, _printed, f"--data {quoted(tmp_path)} --seq-len 4"):
         assert printed == [line, ""]
 
 
 def _printed(flags):
     """Return what each rank prints when it reads the data."""
     with redirect_stdout(io.StringIO()) as printed:
-        hybrid.read_data(hybrid.parse(flags.split(), dist.get_world_size()))
+        hybrid.read_data(hybrid.parse(split(flags), dist.get_world_size()))
     return hybrid.gather_objects(printed.getvalue())
 
 
@@ -258,7 +259,7 @@ def test_a_run_with_a_token_outside_the_vocabulary_ends_before_its_model_exists(
         tokens[777] = 64
         tokens.tofile(tmp_path / "val.bin")
     dist.barrier()
-    args = hybrid.parse(f"--seq-len 8 --vocab-size 64 --data {tmp_path}".split(), 2)
+    args = hybrid.parse(split(f"--seq-len 8 --vocab-size 64 --data {quoted(tmp_path)}"), 2)
     with (
         pytest.raises(hybrid.TrainingError, match="token 64 .* --vocab-size 64") as error,
         patch.object(hybrid, "Trainer", None),

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from shlex import split
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import fake_cuda
 import hybrid
 from gpu_time import GPUS, Timer, bubble_share, parse
-from ranks import PROJECT
+from ranks import PROJECT, quoted
 from timeline import Host, Memory, Stream
 
 
@@ -150,7 +151,7 @@ def gpu_time(*flags):
 
 def test_the_command_prints_a_step_whose_parts_add_up_and_writes_a_trace(library, tmp_path):
     path = tmp_path / "trace.json"
-    flags = f"--gpus 8 --json --trace {path} --tp 4 --sp {FLAGS}".split()
+    flags = split(f"--gpus 8 --json --trace {quoted(path)} --tp 4 --sp {FLAGS}")
     command = ["-W", "ignore", str(PROJECT / "tests/tools/gpu_time.py"), *flags]
     done = fake_cuda.run(library, command, capture_output=True, text=True, timeout=120)
     found = json.loads(done.stdout)

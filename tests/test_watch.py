@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import hybrid
 from layouts import BATCH, T, make_trainer, own_batch, soak_but, train_on_text
-from ranks import on_ranks, soak
+from ranks import on_ranks, quoted, soak
 from reference_gpt import reference_gpt
 
 LAYOUTS = """processes | flags
@@ -318,7 +318,7 @@ def test_the_next_batch_is_made_between_a_step_s_launch_and_its_end(tmp_path, mo
 
 @on_ranks(1)
 def test_a_resumed_run_appends_to_its_metrics(tmp_path):
-    flags = f"--checkpoint {tmp_path / 'checkpoints'} --eval-every 1"
+    flags = f"--checkpoint {quoted(tmp_path / 'checkpoints')} --eval-every 1"
     lines = train_on_text(f"{flags} --steps 2", tmp_path)
     assert [line.get("step") for line in lines] == [None, 1, 1, 2, 2]
     lines = train_on_text(f"{flags} --steps 3", tmp_path)

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from shlex import split
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import hybrid
 import verify
 from pipeline import SCHEDULES
-from ranks import run, soak
+from ranks import quoted, run, soak
 from reference_gpt import MLP as ReferenceMLP
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceGPT, ReferenceTraining, initial_values, reference_gpt
@@ -97,7 +98,7 @@ def reference(dtype, layers=LAYERS, kv_heads=None, ffn=None):
 
 def make_trainer(flags, dtype=torch.float32, device=torch.device("cpu")):
     torch.set_default_dtype(dtype)
-    words = f"{FLAGS} {flags}".split()
+    words = split(f"{FLAGS} {flags}")
     per_node = None
     if "NODES" in words:  # the ranks of ep are on two nodes
         words.remove("NODES")
@@ -369,7 +370,8 @@ def train_on_text(flags, folder, batches=3):
         tokens = np.random.default_rng(1).integers(1, V, 10 * (batches * BATCH * T + 40))
         text.write_bytes(bytes(tokens.astype(np.uint8)))
     dist.barrier()
-    words = f"{FLAGS} --sample 0 --data {text} --metrics {metrics} {flags}".split()
+    files = f"--data {quoted(text)} --metrics {quoted(metrics)}"
+    words = split(f"{FLAGS} --sample 0 {files} {flags}")
     hybrid.train(hybrid.parse(words, dist.get_world_size()), torch.device("cpu"))
     lines = metrics.read_text().splitlines() if dist.get_rank() == 0 else []
     return [json.loads(line) for line in lines]

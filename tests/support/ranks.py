@@ -22,6 +22,7 @@ import os
 import pickle
 import random
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -64,6 +65,11 @@ class Outcome:
     error_text: str | None
     exitcode: int | None  # 0: it returned; 1: it raised; None: no answer; otherwise: it died
     seconds: float  # from the start of the run to the answer
+
+
+def quoted(path):
+    """Return a path as it is written on a command line, also if it has spaces."""
+    return shlex.quote(str(path))
 
 
 # ---- in a rank -----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ experts or fewer kv-heads than heads. An error is one line, with exit status 2.
 import json
 import mmap
 import re
+import shlex
 import shutil
 import sys
 import warnings
@@ -371,8 +372,10 @@ def take(path, folder, more):
         dcp.save({"model": weights}, checkpoint_id=part)
         digests = hybrid.digests_of([*part.iterdir()])
         hybrid.write_run(part, hybrid.flags_of(args) | {"sha256": digests})
-    shown = [hybrid.as_typed(name, getattr(args, name)) for name in flags | typed]
-    return " ".join([f"hybrid.py --checkpoint {folder}", *shown])
+    words = ["hybrid.py", "--checkpoint", str(folder)]
+    for name in flags | typed:
+        words += hybrid.as_typed(name, getattr(args, name)).split(" ", 1)
+    return shlex.join(words)
 
 
 def give(folder, path):
