@@ -42,7 +42,8 @@ The model is GPT-2 (Radford et al., 2019), down to its parameters' names, or Lla
 2023) under the same names. The grid is from Narayanan et al., "Efficient Large-Scale Language Model
 Training on GPU Clusters Using Megatron-LM", 2021.
 plain_step() shows a step over pp, dp and tp in its plain form. train() is the training loop. It
-takes the halves of Trainer.step(), and makes the next batch between them. The rest serves these.
+calls launch_step() and finish_step(), which together are Trainer.step(), and makes the next batch
+between them. The rest serves these.
 
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4    # dp is 8 / (2 x 2) = 2
 """
@@ -109,14 +110,6 @@ from tensor_parallel import (
 )
 from zero import AdamW, FullyShardedDataParallel
 
-CP_METHODS = {
-    "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
-}  # fmt: skip
-WITH_CHUNKS = " or ".join(name for name, kind in SCHEDULES.items() if kind.v is None)
-WITH_PAIRS = "dualpipe or dualpipe-v"
-IGNORE_INDEX = -100  # a target that does not count
-GARBAGE_EVERY = 50  # steps between Python's collections of garbage
-
 # ---- the idea ------------------------------------------------------------------------------------
 #
 # pp, dp and tp together, from the plain forms of the other files: each of pp x dp x tp processes
@@ -138,11 +131,13 @@ def plain_groups(pp, dp, tp):
     grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
     groups = {}
     for axis, name in enumerate(("pp", "dp", "tp")):
-        for ranks in grid.movedim(axis, 2).flatten(0, 1).tolist():
+        for ranks in grid.movedim(axis, 2).flatten(0, 1).tolist():  # one row for each group
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
                 groups[name] = group
-                barrier(group)  # NCCL needs all ranks in a group's first operation
+                # All ranks of a group must take part in its first operation over NCCL. In a pp
+                # group, this would otherwise be a message between two.
+                barrier(group)
     return groups
 
 
@@ -158,8 +153,9 @@ def plain_norm(x):
 
 
 class PlainLayer(nn.Module):
-    """This rank's part of a transformer layer: 1/P of its heads, and of its MLP's columns.
+    """This rank's part of a transformer layer: 1/P of its heads, and of its MLP's inner width.
 
+    tp_group: the P ranks that share the layer.
     whole: {name: weight}, with qkv (3, D, D), out (D, D), up (4 D, D) and down (D, 4 D), where D is
         the width. P divides the number of heads, each of which has K of the D columns.
     """
@@ -175,7 +171,8 @@ class PlainLayer(nn.Module):
 
     def forward(self, x):
         """x and the result, (B, T, D), are the same on all ranks of tp."""
-        qkv = column_linear(plain_norm(x), self.qkv.flatten(0, 1), group=self.tp_group)
+        rows = self.qkv.flatten(0, 1)  # (3, D / P, D) -> (3 D / P, D): those of q, of k and of v
+        qkv = column_linear(plain_norm(x), rows, group=self.tp_group)
         q, k, v = qkv.unflatten(2, (3, -1, self.K)).permute(2, 0, 3, 1, 4)  # (B, heads / P, T, K)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + row_linear(y.transpose(1, 2).flatten(2), self.out, group=self.tp_group)
@@ -183,11 +180,11 @@ class PlainLayer(nn.Module):
 
 
 class PlainStage(nn.Module):
-    """This rank's part of a GPT: its pp group cuts the layers into stages, its tp group a layer.
+    """This rank's part of a GPT. pp divides the layers into stages, and tp each layer of a stage.
 
     whole: {"tokens": (V, D), "positions": (T, D), "layers": [a dict for each PlainLayer],
-        "head": (V, D)}, equal on all ranks, which can make it from one seed. The size of pp divides
-        the number of layers. The embeddings and the head are not split over tp.
+        "head": (V, D)}. Every rank makes all of it from the same seed, and keeps its part. The size
+        of pp divides the number of layers. The embeddings and the head are not split over tp.
     """
 
     def __init__(self, whole, K, groups):
@@ -229,37 +226,70 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 
     dp divides the sequences, and microbatches those of a dp rank. All loss terms are divided by the
     number of tokens in the whole batch, so gradients are summed: over microbatches by autograd, and
-    over dp by an all-reduce. They need no sum over tp: see the types in tensor_parallel.py. Each
-    rank then updates its own weights, for which AdamW needs nothing from other ranks.
+    over dp by an all-reduce. Each rank then updates its own weights, for which AdamW needs nothing
+    from other ranks.
+
+    Gradients need no sum over tp. qkv, out, up and down are parts that no other rank of the group
+    has (type V in "derivatives", collectives.py). tokens, positions and head are copies, which the
+    ranks use for the same x, so each copy has the whole gradient (type I). What tp sums in backward
+    are gradients of activations, in copy_to_group().
     """
     dp_rank, dp = rank_and_size(groups["dp"])
     own = tokens.chunk(dp)[dp_rank]
     inputs = own[:, :-1].chunk(microbatches)
     targets = own[:, 1:].chunk(microbatches)
     if not stage.is_first:  # then only the shape of an input is used
-        inputs = [torch.empty(*x.shape, stage.width) for x in inputs]
+        inputs = [torch.empty(*x.shape, stage.width, device=x.device) for x in inputs]
 
     def loss_fn(logits, target):
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
         return loss / tokens[:, 1:].numel()
 
     optimizer.zero_grad()
-    losses = one_f_one_b_step(stage, inputs, targets, loss_fn, groups["pp"])  # tp sends inside it
+    # The layers' sums over tp take place inside this step. They match, because all ranks of a tp
+    # group run the same forwards and backwards in the same order.
+    losses = one_f_one_b_step(stage, inputs, targets, loss_fn, groups["pp"])
     for parameter in stage.parameters():
         all_reduce(parameter.grad, group=groups["dp"])
     optimizer.step()
-    loss = sum(losses) if stage.is_last else torch.zeros(())
+    loss = sum(losses) if stage.is_last else torch.zeros((), device=tokens.device)
     all_reduce(loss, group=groups["dp"])
     all_reduce(loss, group=groups["pp"])  # the other stages add 0
     return loss.item()
 
+
+# The other techniques change a few lines of the above each:
+#
+#     ZeRO-1  sharded_step(parameters, update, groups["dp"]) takes the place of the all-reduces of
+#             gradients and of optimizer.step(). It averages, so loss_fn divides by the number of
+#             tokens of one dp rank
+#     cp      is one more axis. A rank takes its part of all sequences and embeds its own positions.
+#             simple_allgather_attention() takes the place of attention. Gradients and losses are
+#             summed over dp x cp
+#     sp      sequence_parallel_mlp() takes the place of a norm and split_mlp(), and attention is
+#             treated alike. If a norm has weights, each rank of tp uses them for its tokens only,
+#             so their gradients are summed over tp, too
+#     ep      switch_layer() takes the place of split_mlp(), over dp. The router's gradient is
+#             summed over dp, and an expert's is complete
+#
+# One rule covers all of them: sum a gradient over the ranks that hold the same weight and have
+# computed different parts of its gradient.
 
 # ==== upper floor =================================================================================
 #
 # plain_step() is training on a grid of processes. train() below does the same for all axes, with
 # ZeRO, recomputation and any schedule, and with messages that travel beside the computation. Most
 # of this file serves a long run on real data: checkpoints, errors, metrics, flags. A reader who
-# wants the technique alone may stop after "one step".
+# wants the technique alone may stop after "one step", which uses the groups, the model and the
+# table of parameters that the next three sections describe.
+
+CP_METHODS = {
+    "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
+}  # fmt: skip
+WITH_CHUNKS = " or ".join(name for name, kind in SCHEDULES.items() if kind.v is None)
+WITH_PAIRS = "dualpipe or dualpipe-v"
+IGNORE_INDEX = -100  # a target that does not count
+GARBAGE_EVERY = 50  # steps between Python's collections of garbage
 
 # ---- the loop ------------------------------------------------------------------------------------
 #
@@ -381,7 +411,7 @@ def collects_garbage_by_hand():
 
 
 class TrainingError(ValueError):
-    """An error that ends the training. All ranks raise it. status: the exit status."""
+    """An error that ends the run, on all ranks once they are connected. status: the exit status."""
 
     def __init__(self, message, status=1):
         super().__init__(message)
@@ -426,7 +456,7 @@ class Trainer:
     data_digest: a digest of the tokens that train() reads, see check_tokens().
     steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
     sigterm, save_failed: whether this rank has received SIGTERM, and whether a save has failed.
-    stop: whether step() found that one of the two is true on any rank.
+    stop: whether finish_step() found that one of the two is true on any rank.
     """
 
     def __init__(self, args, mesh, device):
@@ -701,10 +731,11 @@ def wrap(args, homes, chunks, placements):
     options |= {"process_group": dense.shard_group, "replicate_group": dense.replicate_group}
     groups = {row.tensor: (row.home.shard_group, row.home.replicate_group) for row in of_experts}
     options |= {"groups": groups, "under_way": deque()}
-    # With ZeRO, sum_shared_gradients() sums shards, so copies of a weight must be cut alike. Where
-    # a weight is cut depends on the others in its flat tensor. So weights that tp splits (some
-    # unevenly) and the tied weight (which two stages have) share a separate flat tensor. Experts
-    # need none, since ep divides them evenly.
+    # A weight that tp does not split has a copy on each rank of tp, and sum_shared_gradients() adds
+    # shards of these copies, so they must be cut alike. Where a weight is cut depends on the others
+    # in its flat tensor, and a part that tp splits may have other sizes on other ranks. So such
+    # parts have a flat tensor of their own, and with them the tied weight, which two stages have.
+    # Experts need none, since ep divides them evenly.
     is_apart = lambda row: row.is_tied or (args.tp > 1 and row.shard is not None)
     apart = {row.tensor for row in weights if is_apart(row)}.difference(groups)
     stages = []
@@ -950,7 +981,7 @@ class Home:
 
                        all others         experts
     split_group        tp_group           ep_group                 together they hold all parts
-    tp_group           tp_group           expert_tp_group          with copies among them, see below
+    tp_group           tp_group           expert_tp_group          may hold copies, see below
     dp_group           dp_cp_group        expert_dp_group          ranks of dp x cp with these
     shard_group        shard_group        expert_shard_group       ZeRO cuts a part over these
     replicate_group    replicate_group    expert_replicate_group   ranks with the same shard
@@ -1255,7 +1286,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer layer, (T, B, D) -> (T, B, D). With sp, dim 0 is T/tp.
+    """A pre-norm transformer layer, (T, B, D) -> (T, B, D). T comes first, as sp divides dim 0.
 
     rotary: RotaryPositions, for Llama.
     random: a context manager in which dropout differs between the ranks of tp.
@@ -2120,7 +2151,8 @@ class Saver:
     in host memory. Only one copy exists, since save() first waits for the previous save.
 
     The thread sends over a gloo group of its own, so its messages never meet those of a step. If a
-    save fails, it fails on all ranks alike: Trainer.step() stops, and the next call here raises.
+    save fails, it fails on all ranks alike: finish_step() sets Trainer.stop, and the next call here
+    raises.
     """
 
     def __init__(self, trainer, folder):
@@ -2298,8 +2330,8 @@ def resume(trainer, folder):
 
     It is the last one, or that of --resume-step N. The later ones are then renamed to
     step_X.abandoned, so that the run's next checkpoints take their place. A restart repeats the
-    command, flag included, but must not lose these. So the flag has no effect if the last
-    checkpoint was saved by a run with the same flag.
+    command, flag included, and must continue from the checkpoints that the run has saved since. So
+    the flag has no effect if the last checkpoint was saved by a run with the same flag.
     """
     own = on_all_ranks(checkpoint_to_resume, folder, trainer.args.resume_step)
     path, *_ = gather_objects(own)
@@ -2562,7 +2594,8 @@ class Log:
     """Reports progress on rank 0's output and in the --metrics file. Creation is collective.
 
     On a terminal, every step rewrites one line, and some lines stay. Elsewhere only these are
-    printed. Memory is that of rank 0; all other numbers are those of the whole run.
+    printed. Memory is that of rank 0, tflops and mfu are those of a device, and all other numbers
+    are those of the whole run.
     """
 
     def __init__(self, trainer):

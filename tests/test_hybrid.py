@@ -6,7 +6,7 @@ import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,10 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import hybrid
-from collectives import count_bytes, gather_objects, observe, reduce_scatter_bytes
+import zero
+from collectives import (
+    count_bytes, gather_objects, observe, rank_and_size, reduce_scatter_bytes,
+)
 from ddp import GradBucket, ddp_bytes
 from expert_parallel import FullPrecisionLinear
 from gpu_counts import waits
@@ -30,10 +33,11 @@ from layouts import (
     assert_trains, assert_trains_as_a_loop_does, batch, expert_metrics, make_trainer, own_batch,
     plain_gpt, reference, reference_moe, soak_but, train, train_on_text,
 )  # fmt: skip
-from pipeline import SCHEDULES, interleaved, pipeline_bytes
+from pipeline import SCHEDULES, interleaved, one_f_one_b_step, pipeline_bytes
 from ranks import least_bytes, on_ranks, run, soak
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceTraining, attention
+from sequence_parallel import simple_allgather_attention
 from tensor_parallel import tensor_parallel_layer_bytes
 from transformer import saved_bytes
 from verify import gathered
@@ -82,7 +86,7 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
     with observe(lambda event, operation, *_: joined.add(operation.group)):
         groups = hybrid.plain_groups(pp, dp, tp)
     assert joined == set(groups.values())  # on NCCL a group's first operation needs all ranks
-    (pp_rank, _), (dp_rank, _), (tp_rank, _) = map(hybrid.rank_and_size, groups.values())
+    (pp_rank, _), (dp_rank, _), (tp_rank, _) = map(rank_and_size, groups.values())
     assert dist.get_rank() == (pp_rank * dp + dp_rank) * tp + tp_rank
     stage = hybrid.PlainStage(whole, D // heads, groups)
     optimizer = torch.optim.SGD(stage.parameters(), 0.5)
@@ -113,6 +117,53 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
         assert abs(sent["pp"] - boundaries * activations) <= 2 * 8  # and the loss
         assert abs(sent["dp"] - 2 * (dp - 1) / dp * gradients) <= 8 * (len(parameters) + 1)
         assert sent["tp"] == layers // pp * 4 * activations * 2 * (tp - 1) // tp
+
+
+@pytest.mark.parametrize("technique", ["zero", "cp"])
+@on_ranks(4)
+def test_zero_and_cp_join_the_plain_forms_as_the_comment_after_plain_step_says(technique):
+    torch.set_default_dtype(torch.float64)
+    V, T, D, heads, layers, batch = GRID.values()
+    whole, reference = whole_weights(**GRID), whole_weights(**GRID)
+    leaves = [reference[name].requires_grad_() for name in ("tokens", "positions", "head")]
+    leaves += [w.requires_grad_() for layer in reference["layers"] for w in layer.values()]
+    sgd = torch.optim.SGD(leaves, 0.5)
+    groups = hybrid.plain_groups(pp=2, dp=2, tp=1)  # for cp, dp is the axis
+    divided = groups["dp"]
+    tokens = torch.randint(V, (batch, T + 1))
+    loss_by_one_process(reference, tokens, heads).backward()
+    sgd.step()
+    rank, P = rank_and_size(divided)
+    dim, count = 0, batch * T / P
+    if technique == "cp":
+        whole["positions"] = whole["positions"].chunk(P)[rank]
+        dim, count = 1, batch * T
+    stage = hybrid.PlainStage(whole, D // heads, groups)
+    inputs, targets = (part.chunk(P, dim)[rank] for part in (tokens[:, :-1], tokens[:, 1:]))
+    if not stage.is_first:
+        inputs = torch.empty(*inputs.shape, D)
+    share = lambda y, t: cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum") / count
+    across = lambda q, k, v, is_causal: simple_allgather_attention(q, k, v, divided)
+    how = patch.object(hybrid.F, "scaled_dot_product_attention", across)
+    with how if technique == "cp" else nullcontext():
+        one_f_one_b_step(stage, inputs.chunk(2), targets.chunk(2), share, groups["pp"])
+    if technique == "zero":
+        update = lambda weights, gradient: weights.sub_(0.5 * gradient)
+        zero.sharded_step([*stage.parameters()], update, divided)
+    else:
+        for name, parameter in stage.named_parameters():
+            if name != "positions":
+                dist.all_reduce(parameter.grad, group=divided)
+        torch.optim.SGD(stage.parameters(), 0.5).step()
+    first = layers // 2 * rank_and_size(groups["pp"])[0]
+    for name, parameter in stage.named_parameters():
+        weight = name.rsplit(".", 1)[-1]
+        expected = reference.get(weight)
+        if name.startswith("layers."):
+            expected = reference["layers"][first + int(name.split(".")[1])][weight]
+        if weight == "positions" and technique == "cp":
+            expected = expected.chunk(P)[rank]
+        torch.testing.assert_close(parameter, expected, rtol=1e-11, atol=1e-13)
 
 
 # ---- every layout --------------------------------------------------------------------------------
