@@ -11,9 +11,11 @@ processes whose coordinates differ on this axis only:
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
-tp is innermost, as its ranks send most and should share a node. A gradient is summed over the ranks
-that use the same weight for different tokens: those of dp x cp, and those of tp where --sp or
-experts divide the tokens over tp.
+where pp, dp, cp and tp are also the sizes of the axes. tp is innermost, as its ranks send most and
+should share a node. A gradient is summed over the ranks that use the same weight for different
+tokens: those of dp x cp, and those of tp where --sp or experts divide the tokens over tp. If the
+head is tied to the token embedding, their gradient is also summed over the first and the last
+stage.
 
 A layer can have experts, which are MLPs of which each token uses only a few. tp does not split
 them, so all ranks that have the layer would hold copies of its experts. Instead, these ranks form
@@ -32,11 +34,12 @@ Overlap        pp   activations travel while other microbatches compute
                     --overlap, a forward and a backward compute beside each other's messages
 PyTorch's      DTensor over a DeviceMesh combines all axes but pp. Here all tensors are plain
 
-Every layout computes what one process does, up to rounding. The loss is the sum of the token losses
-divided by the *global* number of tokens, so gradients are summed and never averaged. Initial
-weights depend only on the model and the seed, and a batch only on its shape, the data, the step and
-the seed. Four things do depend on the layout: dropout masks, the tokens that full experts drop, the
-experts that --topk-nodes rules out, and balance losses, which are computed for each microbatch.
+Every layout, which is a choice of these sizes and of what the flags add, computes what one process
+does, up to rounding. The loss is the sum of the token losses divided by the *global* number of
+tokens, so gradients are summed and never averaged. Initial weights depend only on the model and the
+seed, and a batch only on its shape, the data, the step and the seed. Four things do depend on the
+layout: dropout masks, the tokens that full experts drop, the experts that --topk-nodes rules out,
+and balance losses, which are computed for each microbatch.
 
 The model is GPT-2 (Radford et al., 2019), down to its parameters' names, or Llama (Touvron et al.,
 2023) under the same names. The grid is from Narayanan et al., "Efficient Large-Scale Language Model
@@ -104,9 +107,9 @@ from sequence_parallel import (
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, attention, check_gradients_over_tp, column_linear,
-    column_parallel_linear, mark_sum_over_tp, row_linear, split_mlp, sum_gradients_over_tp,
-    views_in_whole, vocab_parallel_cross_entropy,
+    VocabParallelEmbedding, attention, check_gradients_over_tp, column_parallel_linear,
+    mark_sum_over_tp, split_attention, split_mlp, sum_gradients_over_tp, views_in_whole,
+    vocab_parallel_cross_entropy,
 )
 from zero import AdamW, FullyShardedDataParallel
 
@@ -122,9 +125,10 @@ def plain_groups(pp, dp, tp):
     A group of an axis holds the ranks whose coordinates on the other two axes are equal. With pp 2,
     dp 2 and tp 2:
 
-        pp_rank 0           pp_rank 1          groups of tp   0 1, 2 3, 4 5, 6 7
-            0 1  dp_rank 0      4 5            groups of dp   0 2, 1 3, 4 6, 5 7
-            2 3  dp_rank 1      6 7            groups of pp   0 4, 1 5, 2 6, 3 7
+                      pp_rank 0    pp_rank 1
+        dp_rank 0       0   1        4   5          groups of tp   0 1, 2 3, 4 5, 6 7
+        dp_rank 1       2   3        6   7          groups of dp   0 2, 1 3, 4 6, 5 7
+            tp_rank     0   1        0   1          groups of pp   0 4, 1 5, 2 6, 3 7
 
     Collective: each rank creates all groups, in the same order, also those that it is not in.
     """
@@ -171,11 +175,7 @@ class PlainLayer(nn.Module):
 
     def forward(self, x):
         """x and the result, (B, T, D), are the same on all ranks of tp."""
-        rows = self.qkv.flatten(0, 1)  # (3, D / P, D) -> (3 D / P, D): those of q, of k and of v
-        qkv = column_linear(plain_norm(x), rows, group=self.tp_group)
-        q, k, v = qkv.unflatten(2, (3, -1, self.K)).permute(2, 0, 3, 1, 4)  # (B, heads / P, T, K)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + row_linear(y.transpose(1, 2).flatten(2), self.out, group=self.tp_group)
+        x = x + split_attention(plain_norm(x), self.qkv, self.out, self.K, self.tp_group)
         return x + split_mlp(plain_norm(x), self.up, self.down, self.tp_group)
 
 
@@ -184,7 +184,8 @@ class PlainStage(nn.Module):
 
     whole: {"tokens": (V, D), "positions": (T, D), "layers": [a dict for each PlainLayer],
         "head": (V, D)}. Every rank makes all of it from the same seed, and keeps its part. The size
-        of pp divides the number of layers. The embeddings and the head are not split over tp.
+        of pp divides the number of layers. The embeddings and the head are not split over tp, and
+        the head is not tied to the token embedding.
     """
 
     def __init__(self, whole, K, groups):
@@ -218,16 +219,17 @@ class PlainStage(nn.Module):
 def plain_step(stage, optimizer, tokens, microbatches, groups):
     """Take one step on tokens (B, T + 1), given to all ranks. Return the mean loss per token.
 
+        dist.init_process_group()  # by torchrun with 8 processes
         groups = plain_groups(pp=2, dp=2, tp=2)
         stage = PlainStage(whole, K, groups)
         optimizer = torch.optim.AdamW(stage.parameters())
         for tokens in batches:
             loss = plain_step(stage, optimizer, tokens, 4, groups)
 
-    dp divides the sequences, and microbatches those of a dp rank. All loss terms are divided by the
-    number of tokens in the whole batch, so gradients are summed: over microbatches by autograd, and
-    over dp by an all-reduce. Each rank then updates its own weights, for which AdamW needs nothing
-    from other ranks.
+    dp divides the B sequences, and microbatches those of a dp rank, without a remainder. All loss
+    terms are divided by the number of tokens in the whole batch, so gradients are summed: over
+    microbatches by autograd, and over dp by an all-reduce. Each rank then updates its own weights,
+    for which AdamW needs nothing from other ranks.
 
     Gradients need no sum over tp. qkv, out, up and down are parts that no other rank of the group
     has (type V in "derivatives", collectives.py). tokens, positions and head are copies, which the
@@ -238,7 +240,7 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
     own = tokens.chunk(dp)[dp_rank]
     inputs = own[:, :-1].chunk(microbatches)
     targets = own[:, 1:].chunk(microbatches)
-    if not stage.is_first:  # then only the shape of an input is used
+    if not stage.is_first:  # then only the shape and the dtype of an input are used
         inputs = [torch.empty(*x.shape, stage.width, device=x.device) for x in inputs]
 
     def loss_fn(logits, target):
@@ -261,16 +263,17 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 # The other techniques change a few lines of the above each:
 #
 #     ZeRO-1  sharded_step(parameters, update, groups["dp"]) takes the place of the all-reduces of
-#             gradients and of optimizer.step(). It averages, so loss_fn divides by the number of
-#             tokens of one dp rank
-#     cp      is one more axis. A rank takes its part of all sequences and embeds its own positions.
-#             simple_allgather_attention() takes the place of attention. Gradients and losses are
-#             summed over dp x cp
-#     sp      sequence_parallel_mlp() takes the place of a norm and split_mlp(), and attention is
-#             treated alike. If a norm has weights, each rank of tp uses them for its tokens only,
-#             so their gradients are summed over tp, too
-#     ep      switch_layer() takes the place of split_mlp(), over dp. The router's gradient is
-#             summed over dp, and an expert's is complete
+#             gradients and of optimizer.step(). It averages gradients, so loss_fn divides by the
+#             number of tokens of one dp rank, and the sum of losses is divided by dp
+#     cp      is one more axis. A rank takes its part of each sequence's inputs and targets, and of
+#             the embedding of positions. simple_allgather_attention() takes the place of attention.
+#             Losses and gradients are summed over dp x cp, but those of its positions over dp only
+#     sp      x is (T/tp, B, D): scatter_to_group() follows the embeddings, and gather_from_group()
+#             precedes the head. sequence_parallel_mlp() takes the place of the MLP, its norm and
+#             its residual sum, and attention is treated alike. If a norm has weights, each rank of
+#             tp uses them for its tokens only, so their gradients are summed over tp, too
+#     ep      switch_layer(), with one expert on each dp rank, takes the place of split_mlp(). The
+#             router's gradient is summed over dp. An expert's is complete, so no sum is needed
 #
 # One rule covers all of them: sum a gradient over the ranks that hold the same weight and have
 # computed different parts of its gradient.
@@ -280,8 +283,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 # plain_step() is training on a grid of processes. train() below does the same for all axes, with
 # ZeRO, recomputation and any schedule, and with messages that travel beside the computation. Most
 # of this file serves a long run on real data: checkpoints, errors, metrics, flags. A reader who
-# wants the technique alone may stop after "one step", which uses the groups, the model and the
-# table of parameters that the next three sections describe.
+# wants the technique alone may stop after "one step", which uses what "mesh", "where each parameter
+# lives" and "model" describe.
 
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,

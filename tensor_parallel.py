@@ -2,32 +2,40 @@
 
 An MLP computes Z = GeLU(X A) B. Rank r of P holds A_r, some columns of A, and B_r, the matching
 rows of B. GeLU treats each element by itself, so rank r computes Y_r = GeLU(X A_r) without sending
-anything. Attention treats each head by itself, so q, k and v are split by columns, and the output
-projection by rows. F.linear() takes `weight` = A^T, so columns of A are rows (dim 0) of `weight`,
-and rows of B are columns (dim 1) of it.
+anything. If A were split by rows, the ranks would have to add before GeLU, since GeLU(u + v) is not
+GeLU(u) + GeLU(v). Attention treats each head by itself, so q, k and v are split by columns, and the
+output projection by rows. F.linear() takes `weight` = A^T, so columns of A are rows (dim 0) of
+`weight`, and rows of B are columns (dim 1) of it. With P = 2, A = [A_0 A_1] are side by side, and
+B = [B_0; B_1] one above the other:
 
-    X  --f-->  X A_r  -- GeLU -->  Y_r B_r  --g-->  Z = sum over r of Y_r B_r      A = [A_0 A_1]
-               column-parallel      row-parallel                                   B = [B_0; B_1]
+    X  --f-->  X  --A_r-->  H_r  --GeLU-->  Y_r  --B_r-->  Z_r  --g-->  Z = Z_0 + Z_1
+               column-parallel                row-parallel
 
     f = copy_to_group()       forward: identity     backward: all-reduce   dX has a term per rank
     g = reduce_from_group()   forward: all-reduce   backward: identity     Z has a term per rank
 
-With H_r = X A_r, dX is the sum over r of dH_r A_r^T. Rank r computes one term, and in backward
-f adds them. All ranks use Z identically, so each has all of dZ, and g sends nothing in backward.
+dX is the sum over r of dH_r A_r^T. Rank r computes one term, and in backward f adds them. From Z on
+every rank computes the same, up to the same loss, so each has all of dZ already. If g summed it in
+backward, it would count dZ P times.
+
+After backward, rank r has the whole gradients of A_r and B_r, which no other rank has. So unlike in
+ddp.py, gradients of split weights are not summed, and each rank's optimizer updates its own part.
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0. Then f
 is an all-gather, whose backward is a reduce-scatter, and g is the reverse. AlexNet (2012), further
 down, splits the filters of convolutions over two ranks, and they communicate at some layers only.
 
-A rank holds   1/P of each matrix, its gradient, its optimizer states, Y and the logits; all of each
-               norm and row-parallel bias, and all of X and Z unless these are split
+A rank holds   1/P of each split matrix, its gradient, its optimizer states, Y and the logits; all
+               of each other parameter (norms, row-parallel biases, embedding of positions), and all
+               of X and Z unless these are split
 It sends       8 b s h (P-1)/P elements per transformer layer, in 4 all-reduces (2 of f, 2 of g),
-               for b sequences of s tokens of width h (B, T and D in shapes). Embedding and head add
-               an all-reduce each, and the loss reduces 3 b s numbers. Sequence parallelism raises
-               the 8 to 10, as backward gathers X again, and adds an all-reduce per step for the
-               gradients of norms and row-parallel biases
-Overlap        backward computes dW while dX is summed. With sequence parallelism a large forward
-               product, or dX of a row-parallel layer, runs chunk by chunk while other chunks travel
+               for b sequences of s tokens of width h (B, T and D in shapes). The embedding and the
+               product that gives the logits add an all-reduce each, and the loss reduces 3 b s
+               numbers. Sequence parallelism raises the 8 to 10, as backward gathers X again, and
+               adds an all-reduce per step for the gradients of what is not split
+Overlap        on the upper floor, backward computes dW while dX is summed. With sequence
+               parallelism a large forward product, or dX of a row-parallel layer, runs chunk by
+               chunk while other chunks travel
 PyTorch's      DTensor and parallelize_module() split the same matrices. Each operation derives what
                to send from the placements of its DTensors. Here a parameter is a plain tensor
 
@@ -62,8 +70,9 @@ from collectives import (
 def column_linear(x, weight, bias=None, group=None):
     """Return f(X) A_r + b_r, this rank's columns of X A + b. X is the same on every rank.
 
-    Types of x, weight and bias -> the result: I, V, V -> V. An I and its gradient are
-    equal on all ranks; of a V each rank has its own. See "derivatives" in collectives.py.
+    Types of x, weight and bias -> the result: I, V, V -> V. An I and its gradient are equal on all
+    ranks; of a V each rank has its own. See "derivatives" in collectives.py. The caller's x is an
+    I, and copy_to_group() makes it an R, since each rank multiplies it by columns of its own.
     """
     return F.linear(copy_to_group(x, group), weight, bias)
 
@@ -78,20 +87,72 @@ def row_linear(x, weight, bias=None, group=None):
 
 
 def split_mlp(x, up, down, group=None):
-    """Return Z = GeLU(X A) B for this rank's up = A_r^T and down = B_r^T. Types: I, V, V -> I."""
-    return row_linear(F.gelu(column_linear(x, up, group=group)), down, group=group)
+    """Return Z = GeLU(X A) B for this rank's up = A_r^T and down = B_r^T. Types: I, V, V -> I.
+
+    GeLU is that of GPT-2, approximated by tanh.
+
+        up = whole_up.chunk(P, 0)[rank]  # (F, D) -> (F/P, D)
+        down = whole_down.chunk(P, 1)[rank]  # (D, F) -> (D, F/P)
+        z = split_mlp(x, up, down)  # (B, T, D) -> (B, T, D)
+    """
+    y = F.gelu(column_linear(x, up, group=group), approximate="tanh")
+    return row_linear(y, down, group=group)
+
+
+def split_attention(x, qkv, out, K, group=None):
+    """Return causal attention of x, (B, T, D), with 1/P of the heads. Types: I, V, V -> I.
+
+    qkv: (3, D/P, D), the same heads of q, k and v. out: (D, D/P). A head has K columns.
+    """
+    rows = qkv.flatten(0, 1)  # (3 D/P, D): those of q, then of k, then of v
+    y = column_linear(x, rows, group=group)  # (B, T, 3 D/P)
+    q, k, v = y.unflatten(2, (3, -1, K)).permute(2, 0, 3, 1, 4)  # (B, heads/P, T, K)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return row_linear(y.transpose(1, 2).flatten(2), out, group=group)
+
+
+def split_embedding(tokens, weight, group=None):
+    """Look tokens up in an embedding (V, D) of which rank r has the r-th V/P rows.
+
+    A rank takes zeros for tokens whose rows it does not have, and the results are summed.
+    Types: weight V -> I.
+    """
+    rank, _ = rank_and_size(group)
+    local = tokens - rank * len(weight)
+    is_here = (local >= 0) & (local < len(weight))
+    rows = F.embedding(local.where(is_here, 0), weight) * is_here.unsqueeze(-1)
+    return reduce_from_group(rows, group)
+
+
+def split_cross_entropy(logits, target, group=None):
+    """Return the loss of each of N tokens, (N,), from this rank's V/P columns of the logits.
+
+    It is log(sum(exp(x))) - x[target] for each row x of the logits. column_linear(x, weight) gives
+    logits, (N, V/P), with the rows of split_embedding() as the weight, or rows of their own. They
+    stay split: a rank contributes three numbers for each token, and not V/P. Types: logits V -> I.
+    """
+    rank, _ = rank_and_size(group)
+    largest = logits.detach().amax(1)  # (N,)
+    all_reduce(largest, ReduceOp.MAX, group)
+    logits = logits - largest.unsqueeze(1)  # changes no loss, and exp() cannot overflow
+    normalizer = reduce_from_group(logits.exp().sum(1), group)
+    local = target - rank * logits.size(1)
+    is_here = (local >= 0) & (local < logits.size(1))
+    of_target = logits.gather(1, local.where(is_here, 0).unsqueeze(1)).squeeze(1) * is_here
+    return normalizer.log() - reduce_from_group(of_target, group)
 
 
 # ==== upper floor =================================================================================
 #
 # These functions are tensor parallelism: a column split, then a row split, with one sum forward and
-# one backward. What follows computes the same with messages that travel beside products, in modules
-# that hold a rank's part of each parameter, and does for attention and for the vocabulary what they
-# do for an MLP. AlexNet's split of 2012 stands near the end.
+# one backward, and a vocabulary of which each rank has a part. What follows computes the same with
+# messages that travel beside products, and in modules that hold a rank's part of each parameter.
+# AlexNet's split of 2012 stands near the end.
 
 # ---- overlapping products with messages ----------------------------------------------------------
 #
-# With sequence parallelism a product either needs every rank's chunk of X, or is summed over the
+# With sequence parallelism, X and Z are cut along the sequence, one chunk for each rank (see
+# sequence_parallel.py). A product then either needs every rank's chunk of X, or is summed over the
 # ranks into chunks of Z. While one large chunk is computed, another travels directly between its
 # owner and this rank. On the left all messages are posted first, on the right each one as soon as
 # its summand is computed. The tables show the order of use for P = 4.
@@ -198,7 +259,8 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, group, split, store):
-        ctx.arguments = weight, group, split, store  # under checkpoint() a saved weight is detached
+        # Backward needs the parameter itself. What checkpoint() saves and returns is a copy of it.
+        ctx.arguments = weight, group, split, store
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if split and x.nbytes >= CHUNK_BYTES[x.device.type]:
             return gather_and_multiply(x, weight, bias, group)[1]
@@ -283,8 +345,9 @@ def is_plain_leaf(weight):
 def _weight_gradient(weight, dy, x, store):
     """Return what autograd needs: dW = dy^T @ x, or None if dW has been added to .grad.
 
-    A weight may lend memory: lend_gradient() returns (memory, whether it holds a sum so far). Then
-    the result is this memory, with dW or the sum so far plus dW in it. See WeightGradStore.
+    All but the first product serves ZeRO and pipelines, which save passes over a gradient. A weight
+    may lend memory: lend_gradient() returns (memory, whether it holds a sum so far). Then the
+    result is this memory, with dW or the sum so far plus dW in it. See WeightGradStore.
     """
     a = dy.reshape(-1, dy.shape[-1]).t()
     b = x.reshape(-1, x.shape[-1])
@@ -471,7 +534,7 @@ def mark_sum_over_tp(module):
     heads or columns only. Each rank then computes a part of its gradient.
 
         copied parameter                                without sp     with sequence parallelism
-        norm of X, embedding of positions               do not mark    mark: a rank has T/P tokens
+        norm before a column-parallel layer, positions  do not mark    mark: a rank has T/P tokens
         norm of q or k in attention_fn, scale of Y      mark           mark: a rank has H/P heads
         router, shared experts of MoE with a tp_group   mark           -
         router, shared experts of MoE without           do not mark    mark: a rank has T/P tokens
@@ -658,7 +721,7 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.start
         out_of_range = (local < 0) | (local >= len(self.weight))
         table = self.weight
-        # a head that is tied to it takes no lent memory, as autograd adds both uses' gradients
+        # It lends no memory for gradients. If a head is tied to it, autograd adds those of both.
         table.lend_gradient = table.lent_dtype = None
         if not table.is_cuda:  # a CPU would sum the gradients of a row in 16 bits
             table = table.to(torch.promote_types(table.dtype, torch.float32))
@@ -699,7 +762,7 @@ class _CrossEntropy(torch.autograd.Function):
             width = torch.full_like(target_logit, logits.shape[-1])
             rows += [grad.sum(-1), width]
         grad.exp_()
-        sums = torch.stack([grad.sum(-1), *rows])  # (2, N) or (4, N): one message for all
+        sums = torch.stack([grad.sum(-1), *rows])  # (2, N) or (4, N), in one all-reduce
         all_reduce(sums, group=group)
         normalizer, target_logit = sums[:2]
         grad.div_(normalizer.unsqueeze(-1))
@@ -756,10 +819,10 @@ def vocab_parallel_cross_entropy(
 def check_parts(begin, end, group=None):
     """Raise ValueError on all ranks unless each rank's columns begin where the previous rank's end.
 
-    Ranks compare their columns, begin:end on this rank, once for each size of a part. If the ranks
-    divide V columns as Shard does, each finds the size V // P, so all of them compare or none does.
-    After a first call with right columns, a later one in which only some ranks pass others may fail
-    in the collectives instead.
+    Ranks compare their columns, begin:end on this rank, and remember the result under V // P, the
+    size of a part of V columns. If the ranks divide columns as Shard does, each of them can compute
+    this size alone, so all of them compare or none does. After a first call with right columns, a
+    later one in which only some ranks pass others may fail in the collectives instead.
     """
     members = membership(group, "vocab_parallel_cross_entropy")
     rank, P = members.place
@@ -949,7 +1012,7 @@ def _demonstrate():
     down = torch.randn(D, 4 * D, dtype=torch.float64)
     with count_bytes() as traffic:
         z = split_mlp(x, up.chunk(P)[rank], down.chunk(P, 1)[rank])
-    error = (z - F.linear(F.gelu(F.linear(x, up)), down)).abs().max()
+    error = (z - F.linear(F.gelu(F.linear(x, up), approximate="tanh"), down)).abs().max()
     if rank == 0:
         claimed = all_reduce_bytes(x.nbytes, P)
         print(f"{P} ranks, an MLP: claimed {claimed} bytes, counted {traffic.bytes()}")

@@ -67,7 +67,8 @@ def loss_by_one_process(whole, tokens, heads):
         split = lambda y: y.view(*y.shape[:2], heads, -1).transpose(1, 2)
         y = attention(split(q), split(k), split(v)).transpose(1, 2).flatten(2)
         x = x + y @ layer["out"].T
-        x = x + torch.nn.functional.gelu(norm(x) @ layer["up"].T) @ layer["down"].T
+        y = torch.nn.functional.gelu(norm(x) @ layer["up"].T, approximate="tanh")
+        x = x + y @ layer["down"].T
     return cross_entropy((norm(x) @ whole["head"].T).flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -131,7 +132,8 @@ def test_zero_and_cp_join_the_plain_forms_as_the_comment_after_plain_step_says(t
     groups = hybrid.plain_groups(pp=2, dp=2, tp=1)  # for cp, dp is the axis
     divided = groups["dp"]
     tokens = torch.randint(V, (batch, T + 1))
-    loss_by_one_process(reference, tokens, heads).backward()
+    loss = loss_by_one_process(reference, tokens, heads)
+    loss.backward()
     sgd.step()
     rank, P = rank_and_size(divided)
     dim, count = 0, batch * T / P
@@ -146,7 +148,12 @@ def test_zero_and_cp_join_the_plain_forms_as_the_comment_after_plain_step_says(t
     across = lambda q, k, v, is_causal: simple_allgather_attention(q, k, v, divided)
     how = patch.object(hybrid.F, "scaled_dot_product_attention", across)
     with how if technique == "cp" else nullcontext():
-        one_f_one_b_step(stage, inputs.chunk(2), targets.chunk(2), share, groups["pp"])
+        batch = inputs.chunk(2), targets.chunk(2)
+        losses = one_f_one_b_step(stage, *batch, share, groups["pp"])
+    if stage.is_last:
+        total = sum(losses)
+        dist.all_reduce(total, group=divided)
+        torch.testing.assert_close(total / (P if technique == "zero" else 1), loss.detach())
     if technique == "zero":
         update = lambda weights, gradient: weights.sub_(0.5 * gradient)
         zero.sharded_step([*stage.parameters()], update, divided)
