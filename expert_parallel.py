@@ -13,14 +13,16 @@ separates rows to, or from, different ranks:
     rank 0   t0(E1) t1(E0) t2(E0) -> t1 t2 | t0       -> t1 t2 | t3 t5    -> t1 t2 | t0
     rank 1   t3(E0) t4(E1) t5(E0) -> t3 t5 | t4       -> t0 | t4          -> t3 t5 | t4
 
-A router tends to overuse a few experts, and then all ranks wait for theirs. So the upper floor
-keeps it balanced.
+A router tends to overuse a few experts, and then all ranks wait for those that hold them. So the
+upper floor keeps it balanced.
+
+Some lines below use words that the upper floor explains. Skip them at first.
 
 A rank holds   E/P whole experts, and copies of the router and of the shared experts, which all
                tokens use. It drops tokens only if experts have a limited capacity (GShard, Switch)
 It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its backward, if each
-               rank has N tokens of width D and routing is even. two_hops() sends a token to
-               another node only once, however many of its experts are there
+               rank has N tokens of width D (elsewhere h) and routing is even. two_hops() sends a
+               token to another node only once, however many of its experts are there
 Overlap        shared experts compute while ranks exchange the sizes of messages. If a layer is
                divided into parts, they compute while tokens travel, and some tokens travel while
                experts compute others. With hand_over, another microbatch computes as well, as in
@@ -56,22 +58,26 @@ def switch(x, experts, compute, group=None):
 
     A rank sorts its tokens by expert, which sorts them by rank, too. First the ranks exchange
     counts, since none knows how many rows it will receive. Then rows go to their experts, and
-    results return. In backward, autograd sends the gradients of both back by two more all-to-alls.
+    results return. In backward, autograd runs two more all-to-alls: the gradients of the results go
+    to the experts, and those of the rows return to the tokens' ranks.
     On rank 0 of the picture at the top, experts = 1 0 0, order = 1 2 0, rows_to = [2, 1] and
     rows_from = [2, 2]. At the end, order.argsort() = 2 0 1 turns t1 t2 t0 into t0 t1 t2.
 
-    x: (N, D). experts: (N,); expert i is on rank i. compute: this rank's expert, (M, D) -> (M, D),
-        where M, the number of rows that arrive, may be 0. All ranks must call switch(), also one
-        without tokens.
+    x: (N, D), this rank's tokens, whose sequences are flattened.
+    experts: (N,), of which expert i is on rank i.
+    compute: this rank's expert, (M, D) -> (M, D). It keeps the order of rows, and M may be 0.
+    All ranks must call switch() and run its backward, also one without tokens, or others wait.
     Types (see "derivatives" in collectives.py): x and what compute() uses are V, tensors of this
     rank's own, and so is the result: V -> V.
     """
     _, world_size = rank_and_size(group)
     send_counts = experts.bincount(minlength=world_size)
     receive_counts = all_to_all_in_group(send_counts, group=group)
-    rows_to = send_counts.tolist()  # Python's integers, for which the host waits if x is on a GPU
+    rows_to = send_counts.tolist()  # Python's integers, for which the CPU waits if x is on a GPU
     rows_from = receive_counts.tolist()
     order = experts.argsort(stable=True)
+    # The first rows_to[0] rows go to rank 0, the next rows_to[1] to rank 1 and so on. On the way
+    # back, what was received is sent, so the sizes change places.
     rows = all_to_all_in_group(
         x[order], output_split_sizes=rows_from, input_split_sizes=rows_to, group=group
     )
@@ -84,14 +90,17 @@ def switch(x, experts, compute, group=None):
 def switch_layer(x, router, compute, group=None):
     """Return each token's result from its likeliest expert, times its probability (Switch).
 
-        mlp = nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D))  # this rank's expert
+        mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))  # its expert
         y = switch_layer(x, router, mlp)
 
-    router: (P, D), for one expert on each rank. The choice has no gradient, so the router learns
-    through the probability alone. Each rank has a copy of it, whose gradient covers this rank's
-    tokens only. An expert has computed for the tokens of all ranks. So if the loss is the sum of
-    all ranks' losses, the caller must sum the router's gradient over the group, and an expert's is
-    complete. If it is their mean, the caller must also divide both by P.
+    router: (P, D), for one expert on each rank, and equal on all ranks. The choice has no gradient,
+        so the router learns through the probability alone.
+
+    Each rank runs backward from the loss of its own tokens. The gradient of its copy of the router
+    then covers these tokens only, so the caller must sum it over the group. Its expert has computed
+    for tokens of all ranks, and their gradients have come to it, so its gradient is the sum
+    already. It must not be summed, since the other ranks' experts are other weights. If the loss is
+    the mean of the ranks' losses, divide both gradients by P.
     Types: x and what compute() uses V, router R (equal tensors, used for different tokens) -> V.
     """
     probabilities = F.linear(x, router).softmax(-1)  # (N, P)
