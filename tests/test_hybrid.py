@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, gelu
 
 import hybrid
 import zero
@@ -25,7 +25,7 @@ from collectives import (
     count_bytes, gather_objects, observe, rank_and_size, reduce_scatter_bytes,
 )
 from ddp import GradBucket, ddp_bytes
-from expert_parallel import FullPrecisionLinear
+from expert_parallel import FullPrecisionLinear, switch_layer
 from gpu_counts import waits
 from layouts import (
     BATCH, DEGREES, EVERY_LAYOUT, EXPERTS, FEW_LLAMAS, FLAGS, HIDDEN, LAYERS, LLAMAS, MODELS,
@@ -38,7 +38,7 @@ from ranks import least_bytes, on_ranks, run, soak
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceTraining, attention
 from sequence_parallel import simple_allgather_attention
-from tensor_parallel import tensor_parallel_layer_bytes
+from tensor_parallel import split_mlp, tensor_parallel_layer_bytes
 from transformer import saved_bytes
 from verify import gathered
 from zero import zero_rounds
@@ -58,8 +58,18 @@ def whole_weights(V, T, D, layers, **_):
     return whole | {"layers": [layer() for _ in range(layers)]}
 
 
+def leaves_of(whole):
+    """Return all weights of plain_step()'s model, which are to get gradients."""
+    leaves = [whole[name] for name in ("tokens", "positions", "head")]
+    leaves += [weight for layer in whole["layers"] for weight in layer.values()]
+    return [weight.requires_grad_() for weight in leaves]
+
+
 def loss_by_one_process(whole, tokens, heads):
-    """Return the mean loss of plain_step()'s model on whole tensors, with attention by hand."""
+    """Return the mean loss of plain_step()'s model on whole tensors, with attention by hand.
+
+    If layers have a router, their "up" and "down" are those of experts, in a first dim.
+    """
     norm = lambda x: (x - x.mean(-1, True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
     x = whole["tokens"][tokens[:, :-1]] + whole["positions"][: tokens.size(1) - 1]
     for layer in whole["layers"]:
@@ -67,9 +77,23 @@ def loss_by_one_process(whole, tokens, heads):
         split = lambda y: y.view(*y.shape[:2], heads, -1).transpose(1, 2)
         y = attention(split(q), split(k), split(v)).transpose(1, 2).flatten(2)
         x = x + y @ layer["out"].T
-        y = torch.nn.functional.gelu(norm(x) @ layer["up"].T, approximate="tanh")
-        x = x + y @ layer["down"].T
+        y = norm(x)
+        mlp = lambda up, down: gelu(y @ up.T, approximate="tanh") @ down.T
+        if "router" in layer:
+            weights, chosen = (y @ layer["router"].T).softmax(-1).max(-1, keepdim=True)
+            for expert, matrices in enumerate(zip(layer["up"], layer["down"])):
+                x = x + weights * (chosen == expert) * mlp(*matrices)
+        else:
+            x = x + mlp(layer["up"], layer["down"])
     return cross_entropy((norm(x) @ whole["head"].T).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def counterpart(whole, name, first_layer):
+    """Return the whole weight of which a PlainStage's parameter of this name is a part."""
+    if not name.startswith("layers."):
+        return whole[name]
+    _, layer, weight = name.split(".")
+    return whole["layers"][first_layer + int(layer)][weight]
 
 
 @pytest.mark.parametrize("pp, dp, tp", [(2, 2, 2), (3, 1, 2), (1, 1, 1)])
@@ -78,11 +102,7 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
     torch.set_default_dtype(torch.float64)
     V, T, D, heads, layers, batch = GRID.values()
     whole, reference = whole_weights(**GRID), whole_weights(**GRID)
-    leaves = [reference[name] for name in ("tokens", "positions", "head")]
-    leaves += [weight for layer in reference["layers"] for weight in layer.values()]
-    for weight in leaves:
-        weight.requires_grad_()
-    sgd = torch.optim.SGD(leaves, 0.5)
+    sgd = torch.optim.SGD(leaves_of(reference), 0.5)
     joined = set()
     with observe(lambda event, operation, *_: joined.add(operation.group)):
         groups = hybrid.plain_groups(pp, dp, tp)
@@ -91,7 +111,6 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
     assert dist.get_rank() == (pp_rank * dp + dp_rank) * tp + tp_rank
     stage = hybrid.PlainStage(whole, D // heads, groups)
     optimizer = torch.optim.SGD(stage.parameters(), 0.5)
-    first = layers // pp * pp_rank
     dims = {"qkv": 1, "out": 1, "up": 0, "down": 1}
     for length in (T, T - 1):
         tokens = torch.randint(V, (batch, length + 1))  # all ranks draw the same
@@ -99,16 +118,15 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
         expected = loss_by_one_process(reference, tokens, heads)
         expected.backward()
         sgd.step()
-        with count_bytes() as traffic:
+        # on a GPU, a tensor that does not follow the device of the tokens would be on the CPU
+        with count_bytes() as traffic, torch.device("meta"):
             loss = hybrid.plain_step(stage, optimizer, tokens, 2, groups)
         assert abs(loss - expected.item()) < 1e-13
         for name, parameter in stage.named_parameters():
-            weight = name.rsplit(".", 1)[-1]
-            if name.startswith("layers."):
-                of_layer = reference["layers"][first + int(name.split(".")[1])]
-                grad = of_layer[weight].grad.chunk(tp, dims[weight])[tp_rank]
-            else:
-                grad = reference[weight].grad
+            grad = counterpart(reference, name, layers // pp * pp_rank).grad
+            dim = dims.get(name.rsplit(".", 1)[-1])
+            if dim is not None:
+                grad = grad.chunk(tp, dim)[tp_rank]
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-11, atol=1e-13)
         sent = {axis: traffic.bytes(group=group) for axis, group in groups.items()}
         activations = batch // dp * length * D * 8
@@ -120,57 +138,80 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
         assert sent["tp"] == layers // pp * 4 * activations * 2 * (tp - 1) // tp
 
 
-@pytest.mark.parametrize("technique", ["zero", "cp"])
+@pytest.mark.parametrize("technique", ["zero", "cp", "ep"])
 @on_ranks(4)
-def test_zero_and_cp_join_the_plain_forms_as_the_comment_after_plain_step_says(technique):
+def test_zero_cp_and_ep_join_the_plain_forms_as_the_comment_after_plain_step_says(technique):
+    """A group that plain_groups() calls dp is that of the technique."""
     torch.set_default_dtype(torch.float64)
     V, T, D, heads, layers, batch = GRID.values()
     whole, reference = whole_weights(**GRID), whole_weights(**GRID)
-    leaves = [reference[name].requires_grad_() for name in ("tokens", "positions", "head")]
-    leaves += [w.requires_grad_() for layer in reference["layers"] for w in layer.values()]
-    sgd = torch.optim.SGD(leaves, 0.5)
-    groups = hybrid.plain_groups(pp=2, dp=2, tp=1)  # for cp, dp is the axis
-    divided = groups["dp"]
+    groups = hybrid.plain_groups(pp=2, dp=2, tp=1)
+    (rank, P), group = rank_and_size(groups["dp"]), groups["dp"]
+    (pp_rank, pp), routers = rank_and_size(groups["pp"]), {}
     tokens = torch.randint(V, (batch, T + 1))
+    dim, count = 0, batch * T
+    if technique == "zero":
+        count /= P
+    elif technique == "cp":
+        dim = 1
+        whole["positions"] = whole["positions"].chunk(P)[rank]
+    else:
+        for own, layer in zip(whole["layers"], reference["layers"]):
+            layer |= {"router": torch.randn(P, D), "up": torch.randn(P, 4 * D, D)}
+            layer["down"] = torch.randn(P, D, 4 * D)
+            own |= {"up": layer["up"][rank], "down": layer["down"][rank]}
+    stage = hybrid.PlainStage(whole, D // heads, groups)
+    parameters = dict(stage.named_parameters())
+    if technique == "ep":
+        for i, layer in enumerate(stage.layers):
+            router = counterpart(reference, f"layers.{i}.router", layers // pp * pp_rank)
+            routers[layer.up] = torch.nn.Parameter(router.clone())
+            parameters[f"layers.{i}.router"] = routers[layer.up]
+    sgd = torch.optim.SGD(leaves_of(reference), 0.5)
     loss = loss_by_one_process(reference, tokens, heads)
     loss.backward()
     sgd.step()
-    rank, P = rank_and_size(divided)
-    dim, count = 0, batch * T / P
-    if technique == "cp":
-        whole["positions"] = whole["positions"].chunk(P)[rank]
-        dim, count = 1, batch * T
-    stage = hybrid.PlainStage(whole, D // heads, groups)
+
+    def across_positions(q, k, v, is_causal):
+        return simple_allgather_attention(q, k, v, group)
+
+    def across_experts(x, up, down, tp_group):
+        expert = lambda rows: split_mlp(rows, up, down, tp_group)
+        return switch_layer(x.flatten(0, 1), routers[up], expert, group).view_as(x)
+
+    changed = {
+        "zero": nullcontext(),
+        "cp": patch.object(torch.nn.functional, "scaled_dot_product_attention", across_positions),
+        "ep": patch.object(hybrid, "split_mlp", across_experts),
+    }
     inputs, targets = (part.chunk(P, dim)[rank] for part in (tokens[:, :-1], tokens[:, 1:]))
     if not stage.is_first:
         inputs = torch.empty(*inputs.shape, D)
     share = lambda y, t: cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum") / count
-    across = lambda q, k, v, is_causal: simple_allgather_attention(q, k, v, divided)
-    how = patch.object(hybrid.F, "scaled_dot_product_attention", across)
-    with how if technique == "cp" else nullcontext():
-        batch = inputs.chunk(2), targets.chunk(2)
-        losses = one_f_one_b_step(stage, *batch, share, groups["pp"])
+    with changed[technique]:
+        microbatches = inputs.chunk(2), targets.chunk(2)
+        losses = one_f_one_b_step(stage, *microbatches, share, groups["pp"])
     if stage.is_last:
         total = sum(losses)
-        dist.all_reduce(total, group=divided)
-        torch.testing.assert_close(total / (P if technique == "zero" else 1), loss.detach())
+        dist.all_reduce(total, group=group)
+        if technique == "zero":
+            total /= P
+        torch.testing.assert_close(total, loss.detach(), rtol=1e-13, atol=0)
+    own = {"zero": (), "cp": ("positions",), "ep": ("up", "down")}[technique]
+    is_own = lambda name: name.rsplit(".", 1)[-1] in own  # a part that no other rank has
     if technique == "zero":
         update = lambda weights, gradient: weights.sub_(0.5 * gradient)
-        zero.sharded_step([*stage.parameters()], update, divided)
+        zero.sharded_step([*parameters.values()], update, group)
     else:
-        for name, parameter in stage.named_parameters():
-            if name != "positions":
-                dist.all_reduce(parameter.grad, group=divided)
-        torch.optim.SGD(stage.parameters(), 0.5).step()
-    first = layers // 2 * rank_and_size(groups["pp"])[0]
-    for name, parameter in stage.named_parameters():
-        weight = name.rsplit(".", 1)[-1]
-        expected = reference.get(weight)
-        if name.startswith("layers."):
-            expected = reference["layers"][first + int(name.split(".")[1])][weight]
-        if weight == "positions" and technique == "cp":
-            expected = expected.chunk(P)[rank]
-        torch.testing.assert_close(parameter, expected, rtol=1e-11, atol=1e-13)
+        for name, parameter in parameters.items():
+            if not is_own(name):
+                dist.all_reduce(parameter.grad, group=group)
+        torch.optim.SGD(parameters.values(), 0.5).step()
+    for name, parameter in parameters.items():
+        expected = counterpart(reference, name, layers // pp * pp_rank)
+        if is_own(name):
+            expected = expected.chunk(P)[rank].view_as(parameter)
+        torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
 
 
 # ---- every layout --------------------------------------------------------------------------------
