@@ -16,17 +16,11 @@ separates rows to, or from, different ranks:
 A router tends to overuse a few experts, and then all ranks wait for those that hold them. So the
 upper floor keeps it balanced.
 
-Some lines below use words that the upper floor explains. Skip them at first.
-
-A rank holds   E/P whole experts, and copies of the router and of the shared experts, which all
-               tokens use. It drops tokens only if experts have a limited capacity (GShard, Switch)
+A rank holds   E/P whole experts and a copy of the router
 It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its backward, if each
-               rank has N tokens of width D (elsewhere h) and routing is even. two_hops() sends a
-               token to another node only once, however many of its experts are there
-Overlap        shared experts compute while ranks exchange the sizes of messages. If a layer is
-               divided into parts, they compute while tokens travel, and some tokens travel while
-               experts compute others. With hand_over, another microbatch computes as well, as in
-               DeepSeek's DualPipe: see pair_up() in pipeline.py
+               rank has N tokens of width D (elsewhere h) and routing is even
+Overlap        on the upper floor, some tokens travel while experts compute others, and while
+               another microbatch computes, as in DeepSeek's DualPipe
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
                split one expert over several ranks. DeepEP has kernels for both all-to-alls
 
@@ -90,7 +84,7 @@ def switch(x, experts, compute, group=None):
 def switch_layer(x, router, compute, group=None):
     """Return each token's result from its likeliest expert, times its probability (Switch).
 
-        mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))  # its expert
+        mlp = nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D))  # this rank's expert
         y = switch_layer(x, router, mlp)
 
     router: (P, D), for one expert on each rank, and equal on all ranks. The choice has no gradient,
@@ -112,7 +106,10 @@ def switch_layer(x, router, compute, group=None):
 #
 # This is expert parallelism: a router's choice, and two all-to-alls around the experts. What
 # follows sends a token to k experts, of which a rank has several, and in two hops where they are on
-# several nodes. Then come the router and what keeps it balanced, the experts, and the layer.
+# several nodes, so that it crosses to a node only once. A layer can be divided into parts, some of
+# which travel while others are computed. Then come the router and what keeps it balanced, the
+# experts, and the layer. The layer can have shared experts, which all tokens use, and drops tokens
+# only if its experts have a limited capacity.
 
 # ---- dispatch and combine ------------------------------------------------------------------------
 #

@@ -27,8 +27,8 @@ It sends       per microbatch, activations to the next stage and a gradient to t
                each has b s h elements (microbatch size, sequence length, width)
 Overlap        in Pipeline, messages travel while ranks compute, and receives are posted early. In
                1F1B, ranks still wait for some messages, because a rank often needs what its
-               neighbour has just made. With pair_up(), a forward and a backward also
-               compute beside the messages that the other's layers send
+               neighbour has just made. With pair_up(), a forward and a backward also compute beside
+               the messages that the other's layers send
 PyTorch's      torch.distributed.pipelining has a class per schedule, and also cuts models into
                stages. By default, it divides gradients by the number of microbatches; here loss_fn
                returns a microbatch's share of the loss. For I and W, it walks the graph twice; here
@@ -135,7 +135,7 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     last = world_size - 1
     m = len(inputs)
     warmup = min(m, last - rank)
-    like = [*inputs, None]  # forward i receives a tensor as like[i] is; after the last, none comes
+    like = [*inputs, None]  # tensors like those that forwards receive; None follows the last
     passes = deque()  # (input, output) of each microbatch that has gone forward and not back
     losses = []
 
@@ -185,9 +185,9 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 # order of messages that fits, and one executor runs any schedule, with messages that travel while
 # ranks compute. A reader who wants the technique alone may stop here.
 #
-# The schedules shorten the bubble in three ways. They divide a backward, so that a part for which
-# no other rank waits can fill idle slots; they cut a rank's layers into chunks, so that
-# microbatches reach the last rank sooner; or they fill the pipeline from both ends.
+# Schedules shorten the bubble in three ways. They divide a backward, so that the part for which no
+# other rank waits can fill idle slots; they cut a rank's layers into chunks, so that microbatches
+# reach the last rank sooner; or they fill the pipeline from both ends.
 
 # ---- what a schedule is --------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class Action(NamedTuple):
 
     kind: "F" is a forward and "B" a backward. "I" and "W" are the halves of a backward. I computes
     the gradient of the stage's input, for which the previous stage waits. W computes the gradient
-    of its weights, for which no other stage waits. It is about half of the work.
+    of its weights, for which no other stage waits. Each is about half of the work.
     """
 
     kind: str

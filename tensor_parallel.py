@@ -2,11 +2,12 @@
 
 An MLP computes Z = GeLU(X A) B. Rank r of P holds A_r, some columns of A, and B_r, the matching
 rows of B. GeLU treats each element by itself, so rank r computes Y_r = GeLU(X A_r) without sending
-anything. If A were split by rows, the ranks would have to add before GeLU, since GeLU(u + v) is not
-GeLU(u) + GeLU(v). Attention treats each head by itself, so q, k and v are split by columns, and the
-output projection by rows. F.linear() takes `weight` = A^T, so columns of A are rows (dim 0) of
-`weight`, and rows of B are columns (dim 1) of it. With P = 2, A = [A_0 A_1] are side by side, and
-B = [B_0; B_1] one above the other:
+anything. If A were split by rows, and X by columns, each rank would have a term of X A, and the
+terms would have to be added before GeLU, since GeLU(u + v) is not GeLU(u) + GeLU(v). Attention
+treats each head by itself, so q, k and v are split by columns, and the output projection by rows.
+F.linear() takes `weight` = A^T, so columns of A are rows (dim 0) of `weight`, and rows of B are
+columns (dim 1) of it. With P = 2, A = [A_0 A_1] are side by side, and B = [B_0; B_1] one above the
+other:
 
     X  --f-->  X  --A_r-->  H_r  --GeLU-->  Y_r  --B_r-->  Z_r  --g-->  Z = Z_0 + Z_1
                column-parallel                row-parallel
@@ -14,16 +15,18 @@ B = [B_0; B_1] one above the other:
     f = copy_to_group()       forward: identity     backward: all-reduce   dX has a term per rank
     g = reduce_from_group()   forward: all-reduce   backward: identity     Z has a term per rank
 
-dX is the sum over r of dH_r A_r^T. Rank r computes one term, and in backward f adds them. From Z on
-every rank computes the same, up to the same loss, so each has all of dZ already. If g summed it in
-backward, it would count dZ P times.
+dX is the sum over r of dH_r A_r^T. Rank r computes one term, and in backward f adds them. What
+ranks compute differently after Z lies between another f and its g, and that f makes the gradient
+whole. So each rank has all of dZ already, and a sum in the backward of g would count it P times.
 
 After backward, rank r has the whole gradients of A_r and B_r, which no other rank has. So unlike in
-ddp.py, gradients of split weights are not summed, and each rank's optimizer updates its own part.
+ddp.py they are not summed, and each rank's optimizer updates its own part. All ranks have copies of
+a parameter that is not split. Their gradients are equal, so copies that begin equal stay equal.
 
-With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0. Then f
-is an all-gather, whose backward is a reduce-scatter, and g is the reverse. AlexNet (2012), further
-down, splits the filters of convolutions over two ranks, and they communicate at some layers only.
+With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence. Then f is an
+all-gather, whose backward is a reduce-scatter, and g is the reverse, and the gradients of norms and
+other copies must be summed once per step. AlexNet (2012), further down, splits the filters of
+convolutions over two ranks, and they communicate at some layers only.
 
 A rank holds   1/P of each split matrix, its gradient, its optimizer states, Y and the logits; all
                of each other parameter (norms, row-parallel biases, embedding of positions), and all
@@ -32,7 +35,7 @@ It sends       8 b s h (P-1)/P elements per transformer layer, in 4 all-reduces 
                for b sequences of s tokens of width h (B, T and D in shapes). The embedding and the
                product that gives the logits add an all-reduce each, and the loss reduces 3 b s
                numbers. Sequence parallelism raises the 8 to 10, as backward gathers X again, and
-               adds an all-reduce per step for the gradients of what is not split
+               adds an all-reduce per step for the gradients of copies
 Overlap        on the upper floor, backward computes dW while dX is summed. With sequence
                parallelism a large forward product, or dX of a row-parallel layer, runs chunk by
                chunk while other chunks travel
@@ -102,7 +105,9 @@ def split_mlp(x, up, down, group=None):
 def split_attention(x, qkv, out, K, group=None):
     """Return causal attention of x, (B, T, D), with 1/P of the heads. Types: I, V, V -> I.
 
-    qkv: (3, D/P, D), the same heads of q, k and v. out: (D, D/P). A head has K columns.
+        qkv = whole_qkv.chunk(P, 1)[rank]  # (3, D, D) -> (3, D/P, D): the same heads of q, k and v
+        out = whole_out.chunk(P, 1)[rank]  # (D, D) -> (D, D/P)
+        z = split_attention(x, qkv, out, K)  # with heads of K columns, (B, T, D) -> (B, T, D)
     """
     rows = qkv.flatten(0, 1)  # (3 D/P, D): those of q, then of k, then of v
     y = column_linear(x, rows, group=group)  # (B, T, 3 D/P)
@@ -112,7 +117,7 @@ def split_attention(x, qkv, out, K, group=None):
 
 
 def split_embedding(tokens, weight, group=None):
-    """Look tokens up in an embedding (V, D) of which rank r has the r-th V/P rows.
+    """Look tokens up in an embedding of which rank r has the r-th part, (vocabulary/P, D).
 
     A rank takes zeros for tokens whose rows it does not have, and the results are summed.
     Types: weight V -> I.
@@ -125,16 +130,20 @@ def split_embedding(tokens, weight, group=None):
 
 
 def split_cross_entropy(logits, target, group=None):
-    """Return the loss of each of N tokens, (N,), from this rank's V/P columns of the logits.
+    """Return the loss of each of N tokens, (N,), from this rank's columns of the logits.
 
-    It is log(sum(exp(x))) - x[target] for each row x of the logits. column_linear(x, weight) gives
-    logits, (N, V/P), with the rows of split_embedding() as the weight, or rows of their own. They
-    stay split: a rank contributes three numbers for each token, and not V/P. Types: logits V -> I.
+        logits = column_linear(x.flatten(0, 1), weight)  # (N, vocabulary/P)
+        losses = split_cross_entropy(logits, target)
+
+    The weight is split as that of split_embedding(), or is the same one (a tied head). For each row
+    z of the whole logits, the loss is log(sum(exp(z))) - z[target]. The logits stay split, and
+    ranks exchange three numbers for each token. Types: logits V -> I.
     """
     rank, _ = rank_and_size(group)
     largest = logits.detach().amax(1)  # (N,)
     all_reduce(largest, ReduceOp.MAX, group)
-    logits = logits - largest.unsqueeze(1)  # changes no loss, and exp() cannot overflow
+    # Now exp() cannot overflow. The losses do not depend on `largest`, so it needs no gradient.
+    logits = logits - largest.unsqueeze(1)
     normalizer = reduce_from_group(logits.exp().sum(1), group)
     local = target - rank * logits.size(1)
     is_here = (local >= 0) & (local < logits.size(1))
@@ -259,7 +268,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, group, split, store):
-        # Backward needs the parameter itself. What checkpoint() saves and returns is a copy of it.
+        # Backward needs the parameter itself, but checkpoint() detaches what is saved.
         ctx.arguments = weight, group, split, store
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if split and x.nbytes >= CHUNK_BYTES[x.device.type]:
@@ -721,7 +730,7 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.start
         out_of_range = (local < 0) | (local >= len(self.weight))
         table = self.weight
-        # It lends no memory for gradients. If a head is tied to it, autograd adds those of both.
+        # It lends no memory for its gradient, to which autograd adds that of a tied head.
         table.lend_gradient = table.lent_dtype = None
         if not table.is_cuda:  # a CPU would sum the gradients of a row in 16 bits
             table = table.to(torch.promote_types(table.dtype, torch.float32))

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,6 @@ import time
 from concurrent import futures
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from shlex import split
 from unittest.mock import patch
 
 import numpy as np
@@ -51,7 +51,7 @@ def save(trainer, folder):
 def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
     """Resume from the folder's last checkpoint, save it again in folder/again, and train on."""
     torch.set_default_dtype(dtype)
-    words = split(f"{FLAGS} --checkpoint {quoted(folder)} --save-every 2 {flags}")
+    words = shlex.split(f"{FLAGS} --checkpoint {quoted(folder)} --save-every 2 {flags}")
     args = hybrid.parse(words, dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
     data = hybrid.Data(*np.random.default_rng(1).integers(0, V, (2, 500)))
@@ -667,7 +667,7 @@ def test_a_run_keeps_as_many_checkpoints_as_the_flag_says(tmp_path):
 
 @on_ranks(1)
 def test_a_checkpoint_with_a_suffix_is_neither_resumed_from_nor_deleted(tmp_path):
-    args = hybrid.parse(split(f"{FLAGS} --checkpoint {quoted(tmp_path)} --keep 1"), 1)
+    args = hybrid.parse(shlex.split(f"{FLAGS} --checkpoint {quoted(tmp_path)} --keep 1"), 1)
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
     with hybrid.Saver(trainer, tmp_path) as saver:
         for step, suffix in (1, ""), (2, ""), (3, ".unequal"), (3, ".unequal"):
@@ -938,7 +938,7 @@ def test_a_second_run_cannot_use_the_folder_of_a_live_run(tmp_path):
 
 def _undisturbed(flags):
     with redirect_stdout(io.StringIO()):
-        hybrid.train(hybrid.parse(split(flags), dist.get_world_size()), CPU)
+        hybrid.train(hybrid.parse(shlex.split(flags), dist.get_world_size()), CPU)
 
 
 def _start(*words, **options):
@@ -983,7 +983,7 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_an_undisturbed_run(
     flags += " --print-every 1"
     run(world_size, _undisturbed, f"{flags} --checkpoint {quoted(tmp_path / 'alone')}", timeout=120)
     words = [f"--nproc-per-node={world_size}", f"--max-restarts={kills}", "--monitor-interval=0.1"]
-    words += [PROJECT / "hybrid.py", "--checkpoint", tmp_path / "own", *split(flags)]
+    words += [PROJECT / "hybrid.py", "--checkpoint", tmp_path / "own", *shlex.split(flags)]
     process = _start(*words, stderr=open(tmp_path / "errors", "w"))
     generator = random.Random(kills)
     at_steps = [1] + sorted(generator.sample(range(4, steps - 6), kills - 1))  # step 3 is saved

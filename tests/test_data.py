@@ -6,9 +6,9 @@ import io
 import json
 import os
 import re
+import shlex
 import struct
 from contextlib import redirect_stdout
-from shlex import split
 from unittest.mock import patch
 
 import numpy as np
@@ -167,7 +167,7 @@ def test_a_folder_names_what_it_skips_and_without_a_text_it_says_where_tokens_be
 def _printed(flags):
     """Return what each rank prints when it reads the data."""
     with redirect_stdout(io.StringIO()) as printed:
-        hybrid.read_data(hybrid.parse(split(flags), dist.get_world_size()))
+        hybrid.read_data(hybrid.parse(shlex.split(flags), dist.get_world_size()))
     return hybrid.gather_objects(printed.getvalue())
 
 
@@ -259,7 +259,7 @@ def test_a_run_with_a_token_outside_the_vocabulary_ends_before_its_model_exists(
         tokens[777] = 64
         tokens.tofile(tmp_path / "val.bin")
     dist.barrier()
-    args = hybrid.parse(split(f"--seq-len 8 --vocab-size 64 --data {quoted(tmp_path)}"), 2)
+    args = hybrid.parse(shlex.split(f"--seq-len 8 --vocab-size 64 --data {quoted(tmp_path)}"), 2)
     with (
         pytest.raises(hybrid.TrainingError, match="token 64 .* --vocab-size 64") as error,
         patch.object(hybrid, "Trainer", None),

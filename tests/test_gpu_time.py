@@ -1,9 +1,9 @@
 """timeline.py gives timelines worked out by hand, in microseconds; gpu_time.py prints a step."""
 
 import json
+import shlex
 import subprocess
 import sys
-from shlex import split
 from types import SimpleNamespace
 
 import pytest
@@ -151,7 +151,7 @@ def gpu_time(*flags):
 
 def test_the_command_prints_a_step_whose_parts_add_up_and_writes_a_trace(library, tmp_path):
     path = tmp_path / "trace.json"
-    flags = split(f"--gpus 8 --json --trace {quoted(path)} --tp 4 --sp {FLAGS}")
+    flags = shlex.split(f"--gpus 8 --json --trace {quoted(path)} --tp 4 --sp {FLAGS}")
     command = ["-W", "ignore", str(PROJECT / "tests/tools/gpu_time.py"), *flags]
     done = fake_cuda.run(library, command, capture_output=True, text=True, timeout=120)
     found = json.loads(done.stdout)

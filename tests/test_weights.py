@@ -3,10 +3,10 @@
 import io
 import json
 import resource
+import shlex
 import shutil
 from contextlib import chdir
 from pathlib import Path
-from shlex import join, split
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def trainer_of(flags, folder):
 
 def resumed(flags, folder):
     """Return a Trainer with exactly these flags, resumed from the last checkpoint."""
-    args = hybrid.parse(split(flags), dist.get_world_size())
+    args = hybrid.parse(shlex.split(flags), dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), torch.device("cpu"))
     hybrid.resume(trainer, folder)
     return trainer
@@ -150,7 +150,7 @@ def test_a_safetensors_file_gives_the_same_logits(dtype, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(safetensors(state))
     folder = quoted(tmp_path)
     words = f"import {folder}/model.safetensors {folder}/new --heads {HEADS}"
-    assert not weights.main(split(words))
+    assert not weights.main(shlex.split(words))
     if dtype == torch.bfloat16:
         model = model.bfloat16().float()
     logits = logits_of(tmp_path / "new", tokens)
@@ -192,7 +192,7 @@ def test_the_printed_command_trains_and_its_checkpoint_is_exported(tmp_path, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("12 + 30 = 42, " * 100)
     imported(nanogpt().state_dict(), tmp_path, "--heads", str(HEADS))
-    program, *flags = split(capfd.readouterr().out)
+    program, *flags = shlex.split(capfd.readouterr().out)
     more = "--data text --steps 1 --batch-size 2 --sample 0 --device cpu".split()
     assert program == "hybrid.py" and hybrid.main([*flags, *more]) == 0
     assert "step_00000000" in capfd.readouterr().out
@@ -276,7 +276,7 @@ def test_hybrid_has_the_logits_and_gradients_of_transformers(
     words = ["import", DATA / name, tmp_path, "--seq-len", tokens.shape[1]]
     if name == "mixtral":
         words += ["--balance", "none"]
-    program, _, _, *flags = split(printed(words, capsys))
+    program, _, _, *flags = shlex.split(printed(words, capsys))
     flags = " ".join([*flags, "--batch-size", str(len(tokens)), layout])
     (found, own), *_ = run(world_size, _logits_and_gradients, flags, tmp_path, tokens)
     assert program == "hybrid.py"
@@ -374,7 +374,7 @@ def test_a_gpt2_with_a_head_of_its_own_is_imported_if_asked_for(tmp_path, capsys
     flags = ["--heads", HEADS, "--head", "untied"]
     command = printed(["import", tmp_path / "it", tmp_path / "new", *flags], capsys)
     assert command.endswith(" --head untied")
-    (found,) = run(1, _head_of, join(split(command)[3:]), tmp_path / "new")
+    (found,) = run(1, _head_of, shlex.join(shlex.split(command)[3:]), tmp_path / "new")
     assert torch.equal(found, head)
 
 
@@ -395,8 +395,8 @@ def test_a_folder_of_a_gpt2_gives_its_heads(tmp_path, capsys):
     assert weights.main(["import", str(tmp_path / "bare"), str(tmp_path / "no")]) == 2
     assert "transformer.wpe.weight is missing" in capsys.readouterr().err
     folder = tmp_path / "a new one"
-    found = hybrid.parse(split(printed(["import", tmp_path, folder], capsys))[1:], 1)
-    expected = hybrid.parse(split(f"{FLAGS} --head tied --checkpoint {quoted(folder)}"), 1)
+    found = hybrid.parse(shlex.split(printed(["import", tmp_path, folder], capsys))[1:], 1)
+    expected = hybrid.parse(shlex.split(f"{FLAGS} --head tied --checkpoint {quoted(folder)}"), 1)
     assert found == expected
 
 
@@ -565,7 +565,7 @@ def test_an_error_is_one_line_and_changes_no_file(line, files, monkeypatch, caps
 
 @pytest.mark.parametrize("words", ["--help", "import -h", "export DIR --help"])
 def test_help_is_printed_wherever_it_is_asked_for(words, capsys):
-    assert not weights.main(split(words))
+    assert not weights.main(shlex.split(words))
     assert "export DIR PATH" in capsys.readouterr().out
 
 

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import re
-from shlex import split
+import shlex
 
 import numpy as np
 import pytest
@@ -98,7 +98,7 @@ def reference(dtype, layers=LAYERS, kv_heads=None, ffn=None):
 
 def make_trainer(flags, dtype=torch.float32, device=torch.device("cpu")):
     torch.set_default_dtype(dtype)
-    words = split(f"{FLAGS} {flags}")
+    words = shlex.split(f"{FLAGS} {flags}")
     per_node = None
     if "NODES" in words:  # the ranks of ep are on two nodes
         words.remove("NODES")
@@ -371,7 +371,7 @@ def train_on_text(flags, folder, batches=3):
         text.write_bytes(bytes(tokens.astype(np.uint8)))
     dist.barrier()
     files = f"--data {quoted(text)} --metrics {quoted(metrics)}"
-    words = split(f"{FLAGS} --sample 0 {files} {flags}")
+    words = shlex.split(f"{FLAGS} --sample 0 {files} {flags}")
     hybrid.train(hybrid.parse(words, dist.get_world_size()), torch.device("cpu"))
     lines = metrics.read_text().splitlines() if dist.get_rank() == 0 else []
     return [json.loads(line) for line in lines]
