@@ -354,7 +354,7 @@ def test_the_plain_attention_and_vocabulary_have_the_gradients_of_one_process():
     """Embedding, attention and loss in a row, with heads that each attend differently."""
     rank, P = rank_and_size()
     torch.manual_seed(0)
-    V, B, T, K, heads = 3 * P, 2, 6, 2, 2 * P
+    V, B, T, K, heads = 3 * P, 2, 8 * P, 2, 2 * P
     D = heads * K
     shapes = (V, D), (3, D, D), (D, D), (V, D)
     whole = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
