@@ -1,22 +1,25 @@
 """Pipeline parallelism: layers are cut into stages, one per rank; microbatches flow through them.
 
 If a batch passes through in one piece, only one stage works at a time. If the batch is cut into m
-microbatches, the stages work side by side, and a rank is idle only while microbatches travel to the
-last stage or gradients return from it. This idle time is called the bubble. Here are p = 3 stages
-and m = 5 microbatches. A slot of time is two characters wide. A forward (F) takes one slot, a
-backward (B) takes two, a message takes none, and dots are idle:
+microbatches, the stages work side by side. A rank is then idle until the first microbatch has been
+through the stages before its own, and later while it waits for gradients from the stages after it.
+This idle time is called the bubble. Here are p = 3 stages and m = 5 microbatches. A slot of time is
+two characters wide. A forward (F) takes one slot, a backward (B) takes two, a message takes none,
+and dots are idle:
 
     GPipe: all forward, then all backward          1F1B: one forward, one backward, in turn
     F0F1F2F3F4............B0B0B1B1B2B2B3B3B4B4     F0F1F2........B0B0F3B1B1F4B2B2..B3B3..B4B4
     ..F0F1F2F3F4......B0B0B1B1B2B2B3B3B4B4....     ..F0F1....B0B0F2B1B1F3B2B2F4B3B3..B4B4....
     ....F0F1F2F3F4B0B0B1B1B2B2B3B3B4B4........     ....F0B0B0F1B1B1F2B2B2F3B3B3F4B4B4........
 
-The bubble is the same. If a forward takes F and a backward B, it is (p-1)(F+B) on every rank. The
-last rank shows why: its first input has been through p-1 forwards, then it works without a pause,
-and its last gradient still has p-1 backwards to go through. The bubble is (p-1)/m of the ideal time
-m(F+B), or (p-1)/(m+p-1) of the whole step. 1F1B saves memory: stage s holds activations of at most
-min(m, p - s) microbatches, here 3, 2 and 1; GPipe holds all m = 5. Other schedules, on the upper
-floor of this file, also shorten the bubble.
+The bubble is the same. If a stage's forward takes the time F and its backward B, the bubble is
+(p-1)(F+B). The last rank shows why: its first input has been through p-1 forwards, then it works
+without a pause, and its last gradient still has p-1 backwards to go through. The other ranks do the
+same work, m(F+B), in the same step, so they are idle for as long. The bubble is (p-1)/m of this
+work, or (p-1)/(m+p-1) of the whole step. 1F1B saves memory: rank r, counted from 0, holds
+activations of at most min(m, p - r) microbatches, here 3, 2 and 1. GPipe holds all m = 5; in the
+paper it keeps only the inputs of stages, and computes the rest again in backward. Other schedules,
+on the upper floor of this file, also shorten the bubble.
 
 Microbatches do not change the result of layers that treat each sample by itself, such as attention
 and LayerNorm. BatchNorm would use the mean and variance of a microbatch instead of the batch's.
@@ -25,14 +28,12 @@ A rank holds   the parameters of its stages; the activations of every microbatch
                done and whose backward is not
 It sends       per microbatch, activations to the next stage and a gradient to the previous one;
                each has b s h elements (microbatch size, sequence length, width)
-Overlap        in Pipeline, messages travel while ranks compute, and receives are posted early. In
-               1F1B, ranks still wait for some messages, because a rank often needs what its
-               neighbour has just made. With pair_up(), a forward and a backward also compute beside
-               the messages that the other's layers send
+Overlap        on the upper floor, messages travel while ranks compute, and receives are posted
+               early. In 1F1B, ranks still wait for some messages, because a rank often needs what
+               its neighbour has just made
 PyTorch's      torch.distributed.pipelining has a class per schedule, and also cuts models into
                stages. By default, it divides gradients by the number of microbatches; here loss_fn
-               returns a microbatch's share of the loss. For I and W, it walks the graph twice; here
-               the layers know what to defer
+               returns a microbatch's share of the loss
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
@@ -70,32 +71,33 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 
         stage = stages[rank]  # of a list of modules, one for each rank
         optimizer = torch.optim.AdamW(stage.parameters())
-        for inputs, targets in batches:  # equal on all ranks
+        for inputs, targets in batches:  # the same on all ranks
             gpipe_step(stage, inputs.chunk(m), targets.chunk(m), lambda y, t: loss(y, t) / m)
             optimizer.step()  # each rank updates its own stage, without messages
             optimizer.zero_grad()
 
-    inputs, targets: lists of microbatches. The first rank uses the values of inputs. The others use
-        only their shape and floating-point dtype, which must be those of the tensors they receive.
-        So if stages keep the shape of their input, all ranks can pass the same inputs. If the first
-        stage embeds tokens, the others pass empty tensors (see plain_step() in hybrid.py). The last
-        rank uses targets.
+    inputs, targets: lists of microbatches, here equal ones, as m divides the batch. The first rank
+        uses the values of inputs. The others use only their shape, floating-point dtype and device,
+        which must be those of the tensors they receive. So if stages keep the shape of their input,
+        all ranks can pass the same inputs. If the first stage embeds tokens, the others pass
+        tensors made by torch.empty() (see plain_step() in hybrid.py). The last rank uses targets.
     loss_fn returns a microbatch's share of the loss, such as its mean divided by the number of
         microbatches, because the gradients of the shares are summed.
 
     Gradients accumulate in the parameters. Returns the losses of the microbatches on the last rank,
-    and None on the others. exchange(sends, receives) is the fast form of plain_exchange(), and
-    lists both as (tensor, peer rank).
+    and None on the others.
     """
     # Autograd knows nothing of messages, so each rank has a graph of its own, from x to output. If
-    # g is the loss's gradient by output, output.backward(g) continues the chain rule. It leaves the
-    # loss's gradient by x in x.grad, and that is the previous rank's g.
+    # g is the gradient of the loss with respect to output, output.backward(g) continues the chain
+    # rule. It leaves the gradient with respect to x in x.grad, and that is the previous rank's g.
+    # exchange() of collectives.py takes two lists of (tensor, peer), what to send and where to
+    # receive, and returns when all has arrived; plain_exchange() there is its plain form.
     rank, world_size = rank_and_size(group)
     last = world_size - 1
     passes = []
     for x, target in zip(inputs, targets):
         if rank > 0:
-            x = torch.empty_like(x)
+            x = x.new_empty(x.shape)  # contiguous, as messages must be
             exchange([], [(x, rank - 1)], group)
             x.requires_grad_()  # a leaf, whose gradient goes back
         output = stage(x).contiguous()
@@ -107,7 +109,7 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     for x, output in passes:
         grad_output = None
         if rank < last:
-            grad_output = torch.empty_like(output)
+            grad_output = output.new_empty(output.shape)
             exchange([], [(grad_output, rank + 1)], group)
         output.backward(grad_output)
         if rank > 0:
@@ -120,16 +122,24 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 
     A rank first goes forward once per later stage: this is its warm-up. It then goes forward once
     more and waits for its first gradient. The last stage has no warm-up and need not wait, because
-    its backward begins with its own loss. A longer warm-up would hold more activations. If messages
-    take no time, it would not shorten the step, because the last stage is already busy from its
-    first forward to its last backward.
+    its backward begins with its own loss. After a shorter warm-up, too few microbatches would be on
+    their way, and the last stage would wait for inputs. A longer one would hold more activations.
+    If messages take no time, it would not shorten the step, because the last stage is already busy
+    from its first forward to its last backward.
 
     From then on a rank goes backward after each forward, which frees the activations of one
-    microbatch before it makes those of another. In this steady phase it sends an output and
-    receives a gradient in one exchange with the next rank, and sends a gradient and receives an
-    input in one with the previous rank. If two neighbours both waited for their sends before they
-    received, neither would go on. In the warm-up, and in the cooldown at the end, one side only
-    sends and the other only receives.
+    microbatch before it makes those of another: this is the steady phase. The backwards that are
+    left are the cooldown. For p = 3 and m = 5, with ) and ( for an input from the previous rank and
+    a gradient to it, > and < for an output to the next rank and a gradient from it:
+
+                 warm-up      steady phase                           cooldown
+        rank 0   F >  F >     F><B   F><B   F><B                     <B  <B
+        rank 1      ) F >   ) F><B() F><B() F><B() F><B(             <B(
+        rank 2              ) F  B() F  B() F  B() F  B() F  B(
+
+    Each >< and each () is one exchange that sends and receives. If two neighbours both waited for
+    their sends before they received, neither would go on. In the warm-up and in the cooldown, one
+    side only sends and the other only receives.
     """
     rank, world_size = rank_and_size(group)
     last = world_size - 1
@@ -140,17 +150,23 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     losses = []
 
     def swap(peer, sent, wanted):
-        """Send a tensor to a peer and receive one like `wanted`, at once. Both may be None."""
+        """Send a tensor to a peer and receive one like `wanted`, at once. Both may be None.
+
+        Returns what was received, and None at either end of the pipeline, where there is no peer.
+        """
         if not 0 <= peer <= last:
-            return None  # there is no such stage
-        received = None if wanted is None else torch.empty_like(wanted)
+            return None
+        received = None if wanted is None else wanted.new_empty(wanted.shape)
         sends = [] if sent is None else [(sent, peer)]
         receives = [] if received is None else [(received, peer)]
         exchange(sends, receives, group)
         return received
 
     def forward(i, x):
-        x = inputs[i] if rank == 0 else x.requires_grad_()
+        if rank == 0:
+            x = inputs[i]
+        else:
+            x.requires_grad_()  # a leaf, whose gradient goes back
         output = stage(x).contiguous()
         if rank == last:
             output = loss_fn(output, targets[i])
@@ -166,12 +182,12 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     for i in range(warmup):  # forwards alone
         x = swap(rank - 1, None, like[i])
         swap(rank + 1, forward(i, x), None)
-    x = swap(rank - 1, None, like[warmup])
+    x = swap(rank - 1, None, like[warmup])  # for the first forward below, if there is one
     for i in range(warmup, m):  # the steady phase: one forward, one backward
         output = forward(i, x)
         grad_output = swap(rank + 1, output, passes[0][1])  # like the oldest microbatch's output
-        grad_x = backward(grad_output)
-        x = swap(rank - 1, grad_x, like[i + 1])
+        grad_x = backward(grad_output)  # the last rank has received None: it begins at its loss
+        x = swap(rank - 1, grad_x, like[i + 1])  # after the last forward, it only sends
     while passes:  # the cooldown: the backwards that are left
         grad_output = swap(rank + 1, None, passes[0][1])
         swap(rank - 1, backward(grad_output), None)

@@ -387,11 +387,11 @@ def test_the_plain_forms_and_the_executor_give_the_same_bits(plain_step, make_sc
 
 
 @on_ranks(1, 2, 3)
-def test_plain_forms_take_microbatches_of_unlike_sizes():
+def test_plain_forms_take_microbatches_of_unlike_sizes_and_of_any_strides():
     rank, p = rank_and_size()
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Linear(4, 4).double() for _ in range(p)])
-    inputs, targets = torch.randn(2, 18, 4, dtype=torch.float64)
+    inputs, targets = torch.randn(2, 4, 18, dtype=torch.float64).mT  # columns are contiguous
     _loss(layers(inputs), targets).backward()
     for plain_step in (gpipe_step, one_f_one_b_step):
         stage = copy.deepcopy(layers[rank]).requires_grad_()
