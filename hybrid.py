@@ -13,9 +13,9 @@ processes whose coordinates differ on this axis only:
 
 where pp, dp, cp and tp are also the sizes of the axes. tp is innermost, as its ranks send most and
 should share a node. A gradient is summed over the ranks that use the same weight for different
-tokens: those of dp x cp, and those of tp where --sp or experts divide the tokens over tp. If the
-head is tied to the token embedding, their gradient is also summed over the first and the last
-stage.
+tokens: those of dp x cp, and those of tp where sequence parallelism (--sp) or experts divide the
+tokens over tp. If the head is tied to the token embedding, their gradient is also summed over the
+first and the last stage, and DualPipe sums over the two ranks that hold the same stage.
 
 A layer can have experts, which are MLPs of which each token uses only a few. tp does not split
 them, so all ranks that have the layer would hold copies of its experts. Instead, these ranks form
@@ -34,16 +34,18 @@ Overlap        pp   activations travel while other microbatches compute
                     --overlap, a forward and a backward compute beside each other's messages
 PyTorch's      DTensor over a DeviceMesh combines all axes but pp. Here all tensors are plain
 
-Every layout, which is a choice of these sizes and of what the flags add, computes what one process
-does, up to rounding. The loss is the sum of the token losses divided by the *global* number of
-tokens, so gradients are summed and never averaged. Initial weights depend only on the model and the
-seed, and a batch only on its shape, the data, the step and the seed. Four things do depend on the
-layout: dropout masks, the tokens that full experts drop, the experts that --topk-nodes rules out,
-and balance losses, which are computed for each microbatch.
+A layout is a choice of these four sizes, of ep, of ZeRO's stage, of the pipeline's schedule and of
+--sp. In every layout the grid computes what one process does, up to rounding. The loss is the sum
+of the token losses divided by the *global* number of tokens, so gradients are summed and never
+averaged. Initial weights depend only on the model and the seed, and a batch only on its shape, the
+data, the step and the seed. Four things do depend on the layout: dropout masks, the tokens that
+full experts drop, the experts that --topk-nodes rules out, and balance losses, which are computed
+for each microbatch.
 
 The model is GPT-2 (Radford et al., 2019), down to its parameters' names, or Llama (Touvron et al.,
-2023) under the same names. The grid is from Narayanan et al., "Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM", 2021.
+2023) under the same names. The grid of pp, dp and tp is from Narayanan et al., "Efficient
+Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+
 plain_step() shows a step over pp, dp and tp in its plain form. train() is the training loop. It
 calls launch_step() and finish_step(), which together are Trainer.step(), and makes the next batch
 between them. The rest serves these.
@@ -72,8 +74,11 @@ import sys
 import sysconfig
 import time
 from collections import ChainMap, Counter, deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import (
+    AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress,
+)
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -139,10 +144,24 @@ def plain_groups(pp, dp, tp):
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
                 groups[name] = group
-                # All ranks of a group must take part in its first operation over NCCL. In a pp
-                # group, this would otherwise be a message between two.
+                # Over NCCL, all ranks of a group must take part in its first operation. That of a
+                # pp group would be a message between two of them, so each begins with a barrier.
                 barrier(group)
     return groups
+
+
+def plain_weights(V, T, D, layers):
+    """Return the whole weights of a GPT, equal on ranks that call torch.manual_seed() alike.
+
+    V, T and D: the numbers of tokens in the vocabulary, of positions and of columns.
+    """
+    draw = lambda *shape: 0.02 * torch.randn(shape)
+    whole = {"tokens": draw(V, D), "positions": draw(T, D), "head": draw(V, D), "layers": []}
+    for _ in range(layers):
+        layer = {"qkv": draw(3, D, D), "out": draw(D, D)}
+        layer |= {"up": draw(4 * D, D), "down": draw(D, 4 * D)}
+        whole["layers"].append(layer)
+    return whole
 
 
 def plain_part(whole, dim, group):
@@ -160,8 +179,8 @@ class PlainLayer(nn.Module):
     """This rank's part of a transformer layer: 1/P of its heads, and of its MLP's inner width.
 
     tp_group: the P ranks that share the layer.
-    whole: {name: weight}, with qkv (3, D, D), out (D, D), up (4 D, D) and down (D, 4 D), where D is
-        the width. P divides the number of heads, each of which has K of the D columns.
+    whole: one of the "layers" of plain_weights(). P divides the number of heads, each of which has
+        K of the D columns.
     """
 
     def __init__(self, whole, K, tp_group):
@@ -182,10 +201,9 @@ class PlainLayer(nn.Module):
 class PlainStage(nn.Module):
     """This rank's part of a GPT. pp divides the layers into stages, and tp each layer of a stage.
 
-    whole: {"tokens": (V, D), "positions": (T, D), "layers": [a dict for each PlainLayer],
-        "head": (V, D)}. Every rank makes all of it from the same seed, and keeps its part. The size
-        of pp divides the number of layers. The embeddings and the head are not split over tp, and
-        the head is not tied to the token embedding.
+    whole: see plain_weights(). Every rank makes all of it and keeps its part. The size of pp
+        divides the number of layers. The embeddings and the head are not split over tp, and the
+        head is not tied to the token embedding.
     """
 
     def __init__(self, whole, K, groups):
@@ -221,10 +239,12 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 
         dist.init_process_group()  # by torchrun with 8 processes
         groups = plain_groups(pp=2, dp=2, tp=2)
-        stage = PlainStage(whole, K, groups)
+        torch.manual_seed(0)
+        whole = plain_weights(V=256, T=64, D=128, layers=4)
+        stage = PlainStage(whole, K=32, groups=groups)  # 4 heads
         optimizer = torch.optim.AdamW(stage.parameters())
-        for tokens in batches:
-            loss = plain_step(stage, optimizer, tokens, 4, groups)
+        for tokens in batches:  # e.g. (8, 65), the same on all ranks
+            loss = plain_step(stage, optimizer, tokens, microbatches=4, groups=groups)
 
     dp divides the B sequences, and microbatches those of a dp rank, without a remainder. All loss
     terms are divided by the number of tokens in the whole batch, so gradients are summed: over
@@ -240,8 +260,9 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
     own = tokens.chunk(dp)[dp_rank]
     inputs = own[:, :-1].chunk(microbatches)
     targets = own[:, 1:].chunk(microbatches)
-    if not stage.is_first:  # then only the shape and the dtype of an input are used
-        inputs = [torch.empty(*x.shape, stage.width, device=x.device) for x in inputs]
+    if not stage.is_first:  # then an input says only what a received tensor is like: one is enough
+        like = torch.empty(*inputs[0].shape, stage.width, device=tokens.device)
+        inputs = [like] * microbatches
 
     def loss_fn(logits, target):
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
@@ -267,13 +288,26 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #             number of tokens of one dp rank, and the sum of losses is divided by dp
 #     cp      is one more axis. A rank takes its part of each sequence's inputs and targets, and of
 #             the embedding of positions. simple_allgather_attention() takes the place of attention.
-#             Losses and gradients are summed over dp x cp, but those of its positions over dp only
-#     sp      x is (T/tp, B, D): scatter_to_group() follows the embeddings, and gather_from_group()
-#             precedes the head. sequence_parallel_mlp() takes the place of the MLP, its norm and
-#             its residual sum, and attention is treated alike. If a norm has weights, each rank of
-#             tp uses them for its tokens only, so their gradients are summed over tp, too
-#     ep      switch_layer(), with one expert on each dp rank, takes the place of split_mlp(). The
-#             router's gradient is summed over dp. An expert's is complete, so no sum is needed
+#             Losses and gradients are summed over dp x cp, except for the embedding of positions.
+#             Each cp rank has a part of it, whose gradient is summed over dp alone
+#     sp      x is (B, T/tp, D), also between stages. scatter_to_group(x, 1, groups["tp"]) follows
+#             the embeddings, and gather_from_group() precedes the head. In column_linear(),
+#             all_gather_to_group() along dim 1 takes the place of copy_to_group(), and in
+#             row_linear() reduce_scatter_to_group() that of reduce_from_group(). If a norm has
+#             weights, each rank of tp uses them for its tokens only, so their gradients are summed
+#             over tp, too
+#     ep      switch_layer(x.flatten(0, 1), router, expert, groups["dp"]).view_as(x), with one
+#             expert on each dp rank, takes the place of split_mlp(). The router's gradient is
+#             summed over dp. An expert's is complete, so no sum is needed
+#
+# The same holds for what a training run adds:
+#
+#     vocabulary  split_embedding(), column_linear() and split_cross_entropy() take the places of
+#                 embedding, head and loss. tokens and head are then parts of their matrices
+#     tied head   tokens on the first stage and head on the last begin equal, and their gradients
+#                 are summed over the two, so they stay equal
+#     clipping    the norm's squares are summed over pp and tp. What all ranks of tp have a copy of
+#                 counts on one of them
 #
 # One rule covers all of them: sum a gradient over the ranks that hold the same weight and have
 # computed different parts of its gradient.
@@ -281,10 +315,10 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 # ==== upper floor =================================================================================
 #
 # plain_step() is training on a grid of processes. train() below does the same for all axes, with
-# ZeRO, recomputation and any schedule, and with messages that travel beside the computation. Most
-# of this file serves a long run on real data: checkpoints, errors, metrics, flags. A reader who
-# wants the technique alone may stop after "one step", which uses what "mesh", "where each parameter
-# lives" and "model" describe.
+# ZeRO, recomputation and any schedule, and with messages that travel beside the computation. Read
+# "the loop" and "one step" first, then what they rest on: "mesh", "where each parameter lives" and
+# "model". From "text" on, this file serves a long run on real data: data, checkpoints, metrics,
+# flags and errors. A reader who wants the technique alone may skip all that.
 
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
@@ -319,7 +353,8 @@ GARBAGE_EVERY = 50  # steps between Python's collections of garbage
 #                                              experts also ep
 #         sum_tallies()               all      with experts, how many tokens each got
 #         update()                             nothing: each rank updates what it owns
-#       Trainer.finish_step()         all      with --checkpoint, whether a rank has to stop
+#       Saver.must_stop()             all      with --checkpoint, whether a rank has to stop
+#       Trainer.finish_step()                  nothing: it waits for the device
 #       Saver.save(), validate()               see there
 #
 # All messages of a step are sent by collectives.py.
@@ -335,45 +370,48 @@ def train(args, device):
     data, data_digest = read_data(args)
     on_all_ranks(prompt_of, args, data)  # refuses a wrong --prompt before the first step
     trainer = Trainer(args, make_mesh(args), device)
-    trainer.data_digest = data_digest
+    saver = None
     if args.checkpoint:
         folder = Path(args.checkpoint)
         lock = on_all_ranks(claim, folder, prefix=f"--checkpoint {folder}: ")  # held until the end
-        resume(trainer, folder)
-        signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
-    saver = Saver(trainer, folder) if args.checkpoint else nullcontext()
+        resume(trainer, folder, data_digest)
+        saver = Saver(trainer, folder, data_digest)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(saver, "sigterm", True))
     log = Log(trainer)
     if trainer.steps_done >= args.steps:
         log.say(f"--steps {args.steps}: nothing to train, as step {trainer.steps_done} is saved")
         validate(trainer, data, log)
 
-    def is_due(every):  # after this many steps, and in any case after the last one
-        is_over = trainer.stop or trainer.steps_done == args.steps
-        return is_over or (every is not None and trainer.steps_done % every == 0)
-
     batch = trainer.batch_of(data, trainer.steps_done)
-    with saver, collects_garbage_by_hand():  # at the end, saver waits for the last save
+    with saver or nullcontext(), collects_garbage_by_hand():  # at the end, saver waits for its save
         while trainer.steps_done < args.steps:
             began = time.perf_counter()
             is_first = not trainer.has_stepped
-            launched = trainer.launch_step(*batch)
+            scalars = trainer.launch_step(*batch)
             next_batch = trainer.batch_of(data, trainer.steps_done + 1)  # while a GPU computes
-            metrics = trainer.finish_step(launched, *batch)
+            must_stop = saver is not None and saver.must_stop()
+            metrics = trainer.finish_step(scalars, *batch)
             if is_first:
                 require_equal_gradients(trainer)
             batch = next_batch
-            log.step(metrics, time.perf_counter() - began)
+            is_last = must_stop or trainer.steps_done == args.steps
+            log.step(metrics, time.perf_counter() - began, must_print=must_stop)
             if trainer.steps_done % GARBAGE_EVERY == 0:
                 gc.collect()  # on all ranks at the same time
-            if is_due(args.save_every):
+            if is_last or is_multiple(trainer.steps_done, args.save_every):
                 require_equal_copies(trainer, saver)
-                if args.checkpoint:
+                if saver is not None:
                     saver.save()  # raises the previous save's error
-            if trainer.stop:
+            if must_stop:
                 end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
                 raise TrainingError(end, status=128 + signal.SIGTERM)
-            if is_due(args.eval_every):
+            if is_last or is_multiple(trainer.steps_done, args.eval_every):
                 validate(trainer, data, log)
+
+
+def is_multiple(step, every):
+    """Return whether something is due at this step. every: a number of steps, or None for never."""
+    return every is not None and step % every == 0
 
 
 def evaluate(trainer, data, batches=8):
@@ -413,37 +451,6 @@ def collects_garbage_by_hand():
 # ---- one step ------------------------------------------------------------------------------------
 
 
-class TrainingError(ValueError):
-    """An error that ends the run, on all ranks once they are connected. status: the exit status."""
-
-    def __init__(self, message, status=1):
-        super().__init__(message)
-        self.status = status
-
-
-def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
-    """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective."""
-    fault = ""
-    try:
-        result = call(*arguments)
-    except (OSError, ValueError) as error:
-        fault = str(error) or repr(error)
-    except dcp.api.CheckpointException as error:  # all ranks raise it if one has failed
-        fault, _ = error.failures.get(dist.get_rank(), ("", None))
-    for rank, line in enumerate(gather_objects(str(fault).strip().split("\n")[0], group)):
-        if line:
-            place = f"rank {rank}: " if rank else ""
-            raise TrainingError(f"{prefix}{place}{line}", status)
-    return result
-
-
-def on_any_rank(flag):
-    """Return whether the flag is true on any rank. The all-reduce uses gloo, not the GPUs."""
-    flag = torch.tensor(flag, dtype=torch.uint8)
-    all_reduce(flag, ReduceOp.MAX)
-    return bool(flag)
-
-
 class Trainer:
     """One rank's part of the training, given its Args and its Mesh, which are described below.
 
@@ -455,19 +462,16 @@ class Trainer:
     placements: a Placement for each parameter and buffer of this rank.
     mixtures: {row in sum_tallies(): MoE} of this rank's mixtures of experts.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
+    optimizer: that of make_optimizer(). optimizer_options: its groups' options before the first
+        step, which are compared with those of later steps, see kept_elsewhere().
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
-    data_digest: a digest of the tokens that train() reads, see check_tokens().
     steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
-    sigterm, save_failed: whether this rank has received SIGTERM, and whether a save has failed.
-    stop: whether finish_step() found that one of the two is true on any rank.
     """
 
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device = args, mesh, device
-        self.data_digest = ""
         self.steps_done = 0
         self.has_stepped = False
-        self.sigterm = self.save_failed = self.stop = False
         schedule = schedule_of(args)
         self.replicated = len(schedule.routes) > 1
         self.positions = torch.arange(args.seq_len)
@@ -477,12 +481,12 @@ class Trainer:
         self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
         self.unique_chunks = self.chunks[:1] if self.replicated else self.chunks
         self.homes = homes_of(mesh)
-        self.placements = on_all_ranks(place, self.chunks, self.homes, self.replicated)
+        self.placements = on_all_ranks(placements_of, self.chunks, self.homes, self.replicated)
         initialize(self.placements, args.seed)
         self.mixtures = {}
         for chunk in self.chunks:
             for i, layer in chunk.transformer["h"].items():
-                if isinstance(layer.mlp, MoE):
+                if isinstance(layer.mlp, MoE):  # layers e - 1, 2e - 1, ... for e = --moe-every
                     self.mixtures[int(i) // args.moe_every] = layer.mlp
         self.stages = wrap(args, self.homes, self.chunks, self.placements)
         self.optimizer = make_optimizer(args, self.parameters())
@@ -543,7 +547,6 @@ class Trainer:
         """Wait for a launched step, and return its metrics or raise TrainingError. See step()."""
         args = self.args
         rate = self.optimizer.param_groups[0]["lr"]
-        self.stop = bool(args.checkpoint) and on_any_rank(self.sigterm or self.save_failed)
         # The host waits for the device here. Elsewhere in a step it waits only in layers with
         # experts, and in update() for an optimizer that is not fused.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
@@ -594,14 +597,14 @@ class Trainer:
         """Sum the gradients of a weight's copies where each copy has only part of the gradient."""
         for home in self.homes:
             own = [row.tensor for row in self.placements if row.sum_over_tp and row.home is home]
-            sum_gradients_over_tp(own, home.tp_group, check=not self.has_stepped)
+            sum_gradients_over_tp(own, home.copies_group, check=not self.has_stepped)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         tied = [row.tensor.grad for row in self.placements if row.is_tied]
         if len(tied) == 2:  # embedding and head are on the same rank
             tied[0].add_(tied[1])
             tied[1].copy_(tied[0])
-        elif tied:
+        elif tied:  # one weight, in a group of one if pp is 1; else one of its two copies
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
     def clip_gradients(self):
@@ -622,7 +625,9 @@ class Trainer:
             groups = [home.shard_group] if self.args.zero else []
             groups.append(home.split_group)
             nothing = torch.zeros(0, device=self.device)  # a rank that counts nothing takes part
-            if own or not norms:  # ranks of these groups have the same layers, so all skip or none
+            # A rank without experts skips their Home, as do all ranks of its groups, which have the
+            # same layers. The other Home is never skipped, so that there is a norm.
+            if own or not norms:
                 norms.append(get_total_norm([nothing, *counted], groups=groups))
         return get_total_norm(norms, groups=[self.mesh.pp_group])
 
@@ -664,8 +669,8 @@ class Trainer:
 
 def seed_dropout(seed, step, mesh):
     """Seed the dropout masks of a step: the same on the ranks of tp, different on all others."""
-    place = dist.get_rank(mesh.dp_cp_group), dist.get_rank(mesh.pp_group)
-    sequence = np.random.SeedSequence([seed, step, *place])
+    coordinates = dist.get_rank(mesh.dp_cp_group), dist.get_rank(mesh.pp_group)
+    sequence = np.random.SeedSequence([seed, step, *coordinates])
     torch.manual_seed(int(sequence.generate_state(1)[0]))
 
 
@@ -697,17 +702,22 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
     method = CP_METHODS[args.cp_method]
     cp_fn = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)  # check() excludes dropout
     rank = dist.get_rank(mesh.pp_group)
-    # a route lists the place of each stage, (rank, number among the rank's chunks)
-    stage_at = {place: stage for route in routes for stage, place in enumerate(route)}
+    # a route lists the slot of each stage, (rank, number among the rank's chunks)
+    stage_at = {slot: stage for route in routes for stage, slot in enumerate(route)}
     divided = divide_layers(args, routes)
     chunks = []
-    for stage in [stage_at[place] for place in sorted(stage_at) if place[0] == rank]:
-        with torch.device("meta"):
+    for stage in [stage_at[slot] for slot in sorted(stage_at) if slot[0] == rank]:
+        parallel = Parallel(
+            tp_group=mesh.tp_group,
+            random=ShardedRandomState(device, mesh.tp_group),
+            attention_fn=cp_fn if args.cp > 1 else attention,
+            defer=deferred,
+            make_moe=partial(make_moe, args, mesh),
+        )
+        with torch.device("meta"):  # parameters get memory below; positions have it already
             chunk = GPT(
-                args, positions.to(device), mesh.tp_group, divided[stage],
+                args, parallel, positions.to(device), divided[stage],
                 is_first=stage == 0, is_last=stage == len(divided) - 1,
-                random=ShardedRandomState(device, mesh.tp_group), defer=deferred,
-                attention_fn=cp_fn if args.cp > 1 else attention, moe=partial(make_moe, args, mesh),
             )  # fmt: skip
         chunk.to_empty(device=device)
         chunks.append(chunk)
@@ -715,25 +725,38 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
 
 
 def wrap(args, homes, chunks, placements):
-    """Wrap the chunks so that their gradients are summed over dp x cp, by DDP or by ZeRO.
+    """Wrap the chunks so that their gradients are summed over dp x cp, by DDP or by ZeRO."""
+    weights = [row for row in placements if not row.is_buffer]
+    if args.zero:
+        return wrap_in_zero(args, homes, chunks, weights)
+    return wrap_in_ddp(homes, chunks, weights)
+
+
+def wrap_in_ddp(homes, chunks, weights):
+    """Wrap each chunk in DistributedDataParallel. weights: the Placements of parameters."""
+    groups = {row.tensor: row.home.dp_group for row in weights if row.home is homes.experts}
+    stages = []
+    for chunk in chunks:
+        stage = DistributedDataParallel(
+            chunk, process_group=homes.dense.dp_group, groups=groups, broadcast_buffers=False,
+            gradient_as_bucket_view=True,  # no gradient is used after its step
+            gradient_divide_factor=1, wait_in_backward=False,
+        )  # fmt: skip
+        stages.append(stage)
+    return stages
+
+
+def wrap_in_zero(args, homes, chunks, weights):
+    """Wrap each chunk in FullyShardedDataParallel. weights: the Placements of parameters.
 
     With bf16, a weight's gradient from one microbatch is rounded to bf16. These gradients are then
     summed in fp32, over microbatches and over ranks. A router's weight is in fp32 everywhere.
     """
-    options = {"gradient_divide_factor": 1, "wait_in_backward": False}
-    dense, experts = homes
-    weights = [row for row in placements if not row.is_buffer]
-    of_experts = [row for row in weights if row.home is experts]
-    if not args.zero:
-        options |= {"process_group": dense.dp_group, "broadcast_buffers": False}
-        options |= {"groups": {row.tensor: row.home.dp_group for row in of_experts}}
-        options |= {"gradient_as_bucket_view": True}  # no gradient is used after its step
-        return [DistributedDataParallel(chunk, **options) for chunk in chunks]
-    if args.dtype == "bf16":
-        options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    options |= {"process_group": dense.shard_group, "replicate_group": dense.replicate_group}
-    groups = {row.tensor: (row.home.shard_group, row.home.replicate_group) for row in of_experts}
-    options |= {"groups": groups, "under_way": deque()}
+    is_bf16 = args.dtype == "bf16"
+    groups = {}
+    for row in weights:
+        if row.home is homes.experts:
+            groups[row.tensor] = row.home.shard_group, row.home.replicate_group
     # A weight that tp does not split has a copy on each rank of tp, and sum_shared_gradients() adds
     # shards of these copies, so they must be cut alike. Where a weight is cut depends on the others
     # in its flat tensor, and a part that tp splits may have other sizes on other ranks. So such
@@ -741,13 +764,19 @@ def wrap(args, homes, chunks, placements):
     # Experts need none, since ep divides them evenly.
     is_apart = lambda row: row.is_tied or (args.tp > 1 and row.shard is not None)
     apart = {row.tensor for row in weights if is_apart(row)}.difference(groups)
+    under_way = deque()
     stages = []
     for chunk in chunks:
-        own = set(chunk.parameters())
-        options["apart"] = apart & own
-        options["own_dtype"] = [m.weight for m in chunk.modules() if isinstance(m, Router)]
-        units = chunk.transformer["h"].values()
-        stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
+        stage = FullyShardedDataParallel(
+            chunk, units=chunk.transformer["h"].values(), stage=args.zero,
+            process_group=homes.dense.shard_group, replicate_group=homes.dense.replicate_group,
+            groups=groups, apart=apart & set(chunk.parameters()),
+            param_dtype=torch.bfloat16 if is_bf16 else None,
+            reduce_dtype=torch.float32 if is_bf16 else None,
+            own_dtype=[m.weight for m in chunk.modules() if isinstance(m, Router)],
+            gradient_divide_factor=1, wait_in_backward=False, under_way=under_way,
+        )  # fmt: skip
+        stages.append(stage)
     return stages
 
 
@@ -773,10 +802,10 @@ def make_optimizer(args, parameters):
     matrices = [parameter for parameter in parameters if is_matrix(parameter)]
     others = [parameter for parameter in parameters if not is_matrix(parameter)]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    options = args.lr, (0.9, 0.95), 1e-8, args.weight_decay
+    options = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": args.weight_decay}
     if args.moments == "bf16":
-        return AdamW(groups, *options, moments_dtype=torch.bfloat16)
-    return torch.optim.AdamW(groups, *options, fused=True)
+        return AdamW(groups, **options, moments_dtype=torch.bfloat16)
+    return torch.optim.AdamW(groups, **options, fused=True)
 
 
 def require_elementwise(args, optimizer):
@@ -859,8 +888,10 @@ class Mesh(SimpleNamespace):
     """
 
 
-# The names of groups over which DDP and ZeRO sum gradients end with one of these.
-GRADIENT_GROUPS = ("dp_cp_group", "expert_dp_group", "shard_group", "replicate_group")
+GRADIENT_GROUPS = {  # over which DDP and ZeRO sum gradients
+    "dp_cp_group", "shard_group", "replicate_group",
+    "expert_dp_group", "expert_shard_group", "expert_replicate_group",
+}  # fmt: skip
 
 
 def make_mesh(args, groups=None):
@@ -872,16 +903,18 @@ def make_mesh(args, groups=None):
     """
     rank = dist.get_rank()
     groups = {} if groups is None else groups
-    of_gradients = GRADIENT_GROUPS
+    of_gradients = set(GRADIENT_GROUPS)
     if not args.experts:  # nothing is sent over dp_group, so gradients may share it
-        of_gradients += ("dp_group",)
+        of_gradients.add("dp_group")
     mine = {}
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
     for name, slices in slices_of(*degrees).items():  # in the same order on all ranks
         for ranks in map(tuple, slices.tolist()):
             is_alone = len(ranks) == 1
-            key = ranks, not is_alone and name.endswith(of_gradients)
-            if key not in groups and (rank in ranks or not is_alone):
+            if is_alone and rank not in ranks:
+                continue  # a group of one is created by its rank alone
+            key = ranks, not is_alone and name in of_gradients
+            if key not in groups:
                 groups[key] = make_group(ranks, timedelta(seconds=args.timeout))
             if rank in ranks:
                 mine[name] = groups[key]
@@ -925,24 +958,24 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         gcd(replicate, size of the group).
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-    replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
+    replicas = differing(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
     in_tp = math.gcd(ep, tp)
     # Dims: stage, copy in dp x cp, part in dp x cp, copy in tp, part in tp. In a stage, a rank's
     # coordinates on the part dims say which experts it holds, and those on the copy dims say which
     # ep_group it is in. Mesh's examples have the shapes (1, 2, 2, 1, 2) and (1, 2, 1, 2, 2).
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
-    ep_groups = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
-    expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
+    ep_groups = differing(domain, 2, 4)
+    expert_replicas = differing(domain, 1)
     shard_copies = math.gcd(replicate, expert_replicas.shape[1])
     # A row consists of `count` runs of neighbours. A group is one run, or one rank of each run.
     runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
     across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
     return {
-        "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
-        "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
-        "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
-        "tp_group": grid.reshape(-1, tp),
+        "pp_group": differing(grid, 0),
+        "dp_group": differing(grid, 1),
+        "cp_group": differing(grid, 2),
+        "tp_group": differing(grid, 3),
         "dp_cp_group": replicas,
         "shard_group": runs_of(replicas, replicate),  # 2 runs of 0 2 4 6: 0 2, 4 6
         "replicate_group": across_runs(replicas, replicate),  # across them: 0 4, 2 6
@@ -950,11 +983,17 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         "expert_dp_group": expert_replicas,
         "expert_shard_group": runs_of(expert_replicas, shard_copies),
         "expert_replicate_group": across_runs(expert_replicas, shard_copies),
-        "expert_tp_group": domain.mT.flatten(0, 3),
-        "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
+        "expert_tp_group": differing(domain, 3),
+        "embedding_group": differing(ends, 0),
         "node_group": runs_of(ep_groups, ep_nodes),
         "cross_group": across_runs(ep_groups, ep_nodes),
     }
+
+
+def differing(grid, *dims):
+    """Return a row for each group: the ranks that differ on these dims of the grid only."""
+    at_end = range(-len(dims), 0)
+    return grid.movedim(dims, tuple(at_end)).flatten(-len(dims)).flatten(0, -2)
 
 
 # ---- where each parameter lives ------------------------------------------------------------------
@@ -972,10 +1011,13 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
 #     router, shared experts           nothing         dp x cp; tp
 #     w_in, w_out of experts           ep, by experts  expert_dp_group; expert_tp_group
 #
-# Each fact is declared on the module that has the parameter: the part by set_shard(), the sum over
-# tp by mark_sum_over_tp(), the home and the initial value by declare(), a copy by GPT.copies.
-# place() collects them in Placements, which are read by initialize(), wrap(), the sums and the norm
-# of gradients, and checkpoints. tests/tools/placement.py prints them for any layout.
+# With DualPipe, gradients are also summed over the two ranks of pp that hold the same stage.
+#
+# Each fact is declared on the module that has the parameter: the part by set_shard() (of experts by
+# make_moe()), the sum over tp by mark_sum_over_tp(), the home and the initial value by declare(), a
+# copy by GPT.copies. placements_of() collects them in Placements, which are read by initialize(),
+# wrap(), the sums and the norm of gradients, and checkpoints. tests/tools/placement.py prints them
+# for any layout.
 
 
 @dataclass(frozen=True, eq=False)
@@ -984,20 +1026,27 @@ class Home:
 
                        all others         experts
     split_group        tp_group           ep_group                 together they hold all parts
-    tp_group           tp_group           expert_tp_group          may hold copies, see below
+    copies_group       tp_group           expert_tp_group          ranks of tp that may hold copies
     dp_group           dp_cp_group        expert_dp_group          ranks of dp x cp with these
     shard_group        shard_group        expert_shard_group       ZeRO cuts a part over these
     replicate_group    replicate_group    expert_replicate_group   ranks with the same shard
 
-    Experts are the same on every rank of their tp_group. Of all other parameters, only those that
-    are not split have a copy on every rank of tp_group.
+    All ranks of copies_group have the same experts. Of other parameters, they have copies only of
+    those that are not split.
     """
 
     split_group: dist.ProcessGroup
-    tp_group: dist.ProcessGroup
+    copies_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     shard_group: dist.ProcessGroup
     replicate_group: dist.ProcessGroup
+
+
+class Homes(NamedTuple):
+    """The Home of all parameters but experts, and that of experts."""
+
+    dense: Home
+    experts: Home
 
 
 @dataclass(frozen=True, eq=False)
@@ -1009,7 +1058,7 @@ class Placement:
     chunk: the number of the chunk that has it.
     initial: its initial value, see declare().
     home: its Home. shard: the Shard that says which part this rank has, or None for all of it.
-    sum_over_tp: whether the gradient is summed over home.tp_group, see mark_sum_over_tp().
+    sum_over_tp: whether the gradient is summed over home.copies_group, see mark_sum_over_tp().
     is_tied: whether embedding and head share it. If two stages have it, they sum its gradient.
     is_copy: whether another chunk has the original, which counts in the norm and is saved.
     is_buffer, is_saved: whether it is a buffer, and whether checkpoints hold it.
@@ -1042,11 +1091,11 @@ class Placement:
 class Normal(NamedTuple):
     """An initial value: numbers from a normal distribution with mean 0."""
 
-    std: float = 0.02  # as in GPT-2
+    std: float = 0.02  # as in nanoGPT
 
 
 def declare(module, is_expert=False, **initial):
-    """Say what place() needs to know of a module's own parameters and buffers. Return the module.
+    """Say what placements_of() needs to know of a module's own parameters and buffers. Return it.
 
     initial: {name: value}, where a value is a Normal, or a number for all elements.
     is_expert: whether the module holds this rank's experts.
@@ -1057,17 +1106,22 @@ def declare(module, is_expert=False, **initial):
 
 
 def homes_of(mesh):
-    """Return two Homes: that of all parameters but experts, and that of experts."""
-    dense = mesh.tp_group, mesh.tp_group, mesh.dp_cp_group, mesh.shard_group, mesh.replicate_group
-    of_experts = mesh.ep_group, mesh.expert_tp_group, mesh.expert_dp_group
-    of_experts += mesh.expert_shard_group, mesh.expert_replicate_group
-    return Home(*dense), Home(*of_experts)
+    """Return the Homes of a Mesh."""
+    dense = Home(
+        split_group=mesh.tp_group, copies_group=mesh.tp_group, dp_group=mesh.dp_cp_group,
+        shard_group=mesh.shard_group, replicate_group=mesh.replicate_group,
+    )  # fmt: skip
+    experts = Home(
+        split_group=mesh.ep_group, copies_group=mesh.expert_tp_group,
+        dp_group=mesh.expert_dp_group, shard_group=mesh.expert_shard_group,
+        replicate_group=mesh.expert_replicate_group,
+    )  # fmt: skip
+    return Homes(dense, experts)
 
 
-def place(chunks, homes, replicated):
+def placements_of(chunks, homes, replicated):
     """Return a Placement for each parameter and buffer of this rank's chunks.
 
-    homes: see homes_of().
     replicated: whether the second chunk belongs to a second replica of the model. Raises ValueError
     for a parameter or buffer without a declared initial value.
     """
@@ -1084,7 +1138,7 @@ def place(chunks, homes, replicated):
             row = Placement(
                 name=original, module=module, attribute=attribute, chunk=number,
                 initial=initial[attribute],
-                home=homes[module.is_expert],
+                home=homes.experts if module.is_expert else homes.dense,
                 shard=getattr(module, "shards", {}).get(attribute),
                 sum_over_tp=attribute in getattr(module, "sums_over_tp", ()),
                 is_tied=original in chunk.copies.values(),
@@ -1229,11 +1283,28 @@ class RotaryPositions:
         return torch.cat(rotated, -1).to(x.dtype)
 
 
-def _residual_dropout(module, x):
+class Parallel(NamedTuple):
+    """What the layers of a stage need on this rank, besides the GPTConfig.
+
+    tp_group: the ranks that split the layers.
+    random: a context manager in which dropout differs between the ranks of tp.
+    attention_fn: attention_fn(q, k, v, p) computes attention, with p the dropout probability.
+    defer: the WeightGradStore to which linear layers defer products, if any.
+    make_moe: make_moe() creates the mixture of experts of a layer.
+    """
+
+    tp_group: dist.ProcessGroup | None = None
+    random: AbstractContextManager = nullcontext()
+    attention_fn: Callable = attention
+    defer: WeightGradStore | None = None
+    make_moe: Callable | None = None
+
+
+def residual_dropout(x, config, random, training):
     """Apply dropout. With sp the ranks of tp draw different masks, otherwise the same one."""
-    config = module.config
-    with module.random if config.sp and config.dropout and module.training else nullcontext():
-        return dropout(x, config.dropout, module.training)
+    differs = config.sp and config.dropout > 0 and training
+    with random if differs else nullcontext():
+        return dropout(x, config.dropout, training)
 
 
 class SwiGLU(nn.Module):
@@ -1268,7 +1339,7 @@ class MLP(nn.Module):
     """A column-parallel layer to width F, GELU, and a row-parallel layer back to width D.
 
     Llama's column-parallel layer computes two outputs of width F, gate and up, for SwiGLU. tp
-    splits each of them, so that a rank has the same part of both.
+    splits each of them, so that a rank has the same part of both. options: those of the layers.
     """
 
     def __init__(self, config, **options):
@@ -1291,19 +1362,16 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer layer, (T, B, D) -> (T, B, D). T comes first, as sp divides dim 0.
 
+    parallel: a Parallel.
     rotary: RotaryPositions, for Llama.
-    random: a context manager in which dropout differs between the ranks of tp.
-    attention_fn: attention_fn(q, k, v, p) computes attention, with p the dropout probability.
-    moe: a function that creates the mixture of experts, if this layer has one.
-    options: group and defer of column_parallel_linear().
+    has_experts: whether the layer has a mixture of experts in place of an MLP.
     """
 
-    def __init__(
-        self, config, rotary=None, random=nullcontext(), attention_fn=attention, moe=None, **options
-    ):
+    def __init__(self, config, parallel=Parallel(), rotary=None, has_experts=False):
         super().__init__()
         self.config, self.rotary = config, rotary
-        self.random, self.attention_fn = random, attention_fn
+        self.random, self.attention_fn = parallel.random, parallel.attention_fn
+        options = {"group": parallel.tp_group, "defer": parallel.defer}
         options |= {"sequence_parallel": config.sp, "bias": not config.is_llama}
         sizes = config.hidden, config.heads, config.kv_heads
         attend = self.attend
@@ -1314,11 +1382,14 @@ class Block(nn.Module):
         declare(self.attn.c_attn, weight=Normal(), bias=0.0)
         declare(self.attn.c_proj, weight=config.into_residual, bias=0.0)
         self.ln_2 = make_norm(config)
-        self.mlp = moe() if moe else MLP(config, **options)
+        self.mlp = parallel.make_moe() if has_experts else MLP(config, **options)
 
     def forward(self, x):
-        x = x + _residual_dropout(self, self.attn(self.ln_1(x)))
-        return x + _residual_dropout(self, self.mlp(self.ln_2(x)))
+        x = x + self.drop(self.attn(self.ln_1(x)))
+        return x + self.drop(self.mlp(self.ln_2(x)))
+
+    def drop(self, x):
+        return residual_dropout(x, self.config, self.random, self.training)
 
     def attend(self, q, k, v):
         """Compute attention. Heads are split over tp, so every rank draws its own mask."""
@@ -1342,7 +1413,8 @@ def make_moe(args, mesh):
         capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
         score="sigmoid" if args.balance == "bias" else "softmax",
         activation=SwiGLU() if args.is_llama else None, gated=args.is_llama,
-        balance_coefficient=0.01 * by_losses, z_coefficient=0.001 * by_losses,
+        balance_coefficient=0.01 * by_losses,  # Switch Transformer's (Fedus et al., 2021)
+        z_coefficient=0.001 * by_losses,  # ST-MoE's (Zoph et al., 2022)
         loss_scale=1 / args.microbatches, parts=args.expert_parts or parts_of_experts(args),
     )  # fmt: skip
     shard = Shard(0, (args.experts,), mesh.ep_group)
@@ -1376,22 +1448,18 @@ class GPT(nn.Module):
     With several stages the last one has a copy of it, which Trainer.sum_shared_gradients() keeps
     equal.
 
+    parallel: a Parallel.
     positions: the T positions of each sequence that this rank of cp holds.
     layers: the range of its layers.
-    moe, options: passed on to Block, but moe only for layers with experts.
     copies: {name of a copy: name of the original} of tied weights, whichever stages have them.
     vocab_start: the first column of the logits of the last stage on this rank of tp.
     """
 
-    def __init__(
-        self, config, positions, tp_group, layers, is_first, is_last, moe=None, **options
-    ):  # fmt: skip
+    def __init__(self, config, parallel, positions, layers, is_first, is_last):
         super().__init__()
-        self.config, self.tp_group = config, tp_group
+        self.config, self.parallel = config, parallel
         self.is_first = is_first
         self.is_last = is_last
-        self.defer = options.get("defer")
-        self.random = options.get("random", nullcontext())
         self.copies = {"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {}
         self.rotary = None
         if config.is_llama:
@@ -1400,7 +1468,8 @@ class GPT(nn.Module):
 
         def embedding():
             sizes = config.vocab_size, config.hidden
-            return declare(VocabParallelEmbedding(*sizes, tp_group, config.sp), weight=Normal())
+            table = VocabParallelEmbedding(*sizes, parallel.tp_group, config.sp)
+            return declare(table, weight=Normal())
 
         self.transformer = nn.ModuleDict()
         if self.is_first:
@@ -1410,8 +1479,7 @@ class GPT(nn.Module):
             self.transformer["wpe"] = of_own_tokens(wpe, config)
         self.transformer["h"] = nn.ModuleDict()
         for i in layers:
-            own_moe = moe if config.has_experts(i) else None
-            block = Block(config, self.rotary, moe=own_moe, group=tp_group, **options)
+            block = Block(config, parallel, self.rotary, config.has_experts(i))
             self.transformer["h"][str(i)] = block
         if self.is_last:
             self.transformer["ln_f"] = make_norm(config)
@@ -1424,7 +1492,7 @@ class GPT(nn.Module):
             x = self.transformer["wte"](x.t())
             if not self.config.is_llama:
                 x = x + self.transformer["wpe"](self.positions).unsqueeze(1)
-            x = _residual_dropout(self, x)
+            x = residual_dropout(x, self.config, self.parallel.random, self.training)
         layers = list(self.transformer["h"].values())
         if self.config.recompute == "full":
             x = recompute_groups(layers, self.config.recompute_layers, x)
@@ -1432,9 +1500,10 @@ class GPT(nn.Module):
             x = run_layers(layers, x)
         if self.is_last:
             x = self.transformer["ln_f"](x)
-            options = {"group": self.tp_group, "sequence_parallel": self.config.sp}
-            options["defer"] = self.defer
-            x = column_parallel_linear(x, self.lm_head.weight, **options)  # (T, B, V/tp)
+            x = column_parallel_linear(
+                x, self.lm_head.weight, group=self.parallel.tp_group,
+                sequence_parallel=self.config.sp, defer=self.parallel.defer,
+            )  # (T, B, V/tp)  # fmt: skip
         return x
 
     def set_positions(self, positions):
@@ -1443,7 +1512,7 @@ class GPT(nn.Module):
             self.rotary.set_positions(positions)
         self.positions = positions
         if self.config.sp:
-            rank, tp = rank_and_size(self.tp_group)
+            rank, tp = rank_and_size(self.parallel.tp_group)
             self.positions = positions.chunk(tp)[rank]
 
 
@@ -1480,18 +1549,20 @@ def divide_layers(config, routes):
     return [range(end - size, end) for end, size in zip(ends, sizes)]
 
 
-def forward_flops(config, experts):
+def forward_flops(config, share_with_experts):
     """Return the forward FLOPs of one layer per token: (weight products, attention).
 
     Each weight that a token uses costs 2 FLOPs, in all about 24 h^2. Attention to s tokens costs
-    4 s h. experts: 1 if the layer has experts, 0 if not, a fraction for the mean of several layers.
+    4 s h, of which the causal mask hides half; all of it counts, as in the MFU of PaLM (Chowdhery
+    et al., 2022). share_with_experts: 1 if the layer has experts, 0 if not, and for the mean of
+    several layers the share of those that have.
     """
     h = config.hidden
     kv_width = h * (config.kv_heads or config.heads) // config.heads
     mlp = (3 if config.is_llama else 2) * h * config.mlp_width
     weights = 2 * h * h + 2 * h * kv_width + mlp
     extra = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
-    return 2 * (weights + experts * extra), 4 * config.seq_len * h
+    return 2 * (weights + share_with_experts * extra), 4 * config.seq_len * h
 
 
 def flops_of_layers(config):
@@ -1534,6 +1605,8 @@ def normal(shape, std, key, offset=0):
     a text on which the numbers depend. A row is one index of the first dim. In a tensor with three
     dims, which holds one matrix per expert, each row of each matrix has its own stream.
     """
+    if len(shape) == 1:
+        return normal((*shape, 1), std, key, offset).view(shape)
     value = torch.empty(shape, dtype=torch.float32)
     digest = hashlib.sha256(key.encode()).digest()
     philox = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
@@ -1772,18 +1845,18 @@ FORMATS = {
     b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
     b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
 }
-HEAD = 2**20  # bytes at a file's beginning by which it is recognized
+FIRST_BYTES = 2**20  # bytes at a file's beginning by which it is recognized
 # llm.c's header has 256 int32: a number that says what type the tokens have, a version, their count
 LLMC = {20240520: np.uint16, 20240801: np.uint32}
 # byte 17 of an .idx file of Megatron
 MEGATRON = {b"\1": "uint8", b"\3": "int16", b"\4": "int32", b"\5": "int64", b"\x08": "uint16"}
 
 
-def head_of(path):
+def first_bytes_of(path):
     """Return the first bytes of a file. Reading from a pipe might wait for ever."""
     need(is_regular(path), f"{path.name} is neither a file nor a folder")
     with path.open("rb") as file:
-        return file.read(HEAD)
+        return file.read(FIRST_BYTES)
 
 
 def is_regular(path):
@@ -1834,10 +1907,10 @@ def read_tokens(path, dtype):
     """Return the tokens of a .bin file. They stay on the disk until they are used."""
     index = path.with_suffix(".idx")
     if index.is_file():
-        kind = MEGATRON.get(head_of(index)[17:18], "DTYPE")
+        kind = MEGATRON.get(first_bytes_of(index)[17:18], "DTYPE")
         how = conversion(kind, dtype)
         raise ValueError(f"{path.name} is Megatron's, as it has an {index.name}: {how}")
-    head = head_of(path)
+    head = first_bytes_of(path)
     fault = fault_of_tokens(head, dtype)
     need(not fault, f"{path.name} is {fault}")
     header = np.frombuffer(head[:12].ljust(12, b"\0"), np.int32)
@@ -1851,7 +1924,7 @@ def read_tokens(path, dtype):
 
 def read_text(path):
     """Return the bytes of a text, or of the texts in a .jsonl file."""
-    fault = fault_of_text(head_of(path))
+    fault = fault_of_text(first_bytes_of(path))
     need(not fault, f"{path.name} is {fault}")
     if path.suffix == ".jsonl":
         return np.frombuffer(join_texts(path), np.uint8)
@@ -1873,7 +1946,7 @@ def read_folder(path, pattern):
             separator = DOCUMENT_END
         else:
             content = entry.read_bytes()
-            if fault_of_text(content[:HEAD]) or b"\0" in content:
+            if fault_of_text(content[:FIRST_BYTES]) or b"\0" in content:
                 skipped.append(entry.name)
             else:
                 texts.append(content)
@@ -1920,17 +1993,21 @@ def check_same_data(data, source):
             raise TrainingError(f"{source}rank {rank} has {other}, rank 0 has {first}", 2)
 
 
-CHUNK = 2**24  # tokens that a rank reads at once
+TOKENS_AT_ONCE = 2**24  # tokens that a rank reads at once
 
 
 def check_tokens(data, vocab_size, source):
     """Return a digest of all tokens; raise TrainingError if one is outside the vocabulary.
 
-    The ranks divide the tokens, but the digest does not depend on their number. Of 0.5 GB in memory
-    one core hashes 1.3 GB per second, so 20 GB would take it 15 seconds. Collective.
+    The ranks divide the tokens, but the digest does not depend on their number. One core hashes
+    about 1.3 GB per second (measured on 0.5 GB in memory), so 20 GB would take it 15 seconds.
+    Collective.
     """
     parts = data.train, data.validation
-    chunks = [part[i : i + CHUNK] for part in parts for i in range(0, len(part), CHUNK)]
+    chunks = []
+    for part in parts:
+        for first in range(0, len(part), TOKENS_AT_ONCE):
+            chunks.append(part[first : first + TOKENS_AT_ONCE])
     may_exceed = np.iinfo(chunks[0].dtype).max >= vocab_size
     largest = 0
     digests = {}
@@ -2154,13 +2231,18 @@ class Saver:
     in host memory. Only one copy exists, since save() first waits for the previous save.
 
     The thread sends over a gloo group of its own, so its messages never meet those of a step. If a
-    save fails, it fails on all ranks alike: finish_step() sets Trainer.stop, and the next call here
-    raises.
+    save fails, it fails on all ranks alike: must_stop() is true from then on, and the next save()
+    or wait() raises the error.
+
+    data_digest: that of read_data(). sigterm: whether this rank has received SIGTERM.
     """
 
-    def __init__(self, trainer, folder):
+    def __init__(self, trainer, folder, data_digest=""):
         self.trainer = trainer
         self.folder = Path(folder)
+        self.data_digest = data_digest
+        self.sigterm = False
+        self.failed = False
         self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
         barrier(self.group)  # connects the ranks, here rather than in the thread
         self.executor = ThreadPoolExecutor(1)  # Python waits for its thread before it exits
@@ -2169,7 +2251,7 @@ class Saver:
     def save(self, suffix=""):
         """Begin to write a checkpoint. One whose name has a suffix is never resumed nor deleted."""
         self.wait()
-        run = record_of(self.trainer)
+        run = record_of(self.trainer, self.data_digest)
         state = copy_to_host(state_of(self.trainer))
         copied = None
         if self.trainer.device.type == "cuda":
@@ -2185,8 +2267,12 @@ class Saver:
                 copied.synchronize()
             write_checkpoint(state, path, run, self.group)
         except BaseException:
-            self.trainer.save_failed = True
+            self.failed = True
             raise
+
+    def must_stop(self):
+        """Return whether any rank has received SIGTERM, or a save has failed. Collective."""
+        return on_any_rank(self.sigterm or self.failed)
 
     def wait(self):
         """Return when the save under way has ended. If it failed, raise TrainingError."""
@@ -2204,14 +2290,15 @@ class Saver:
         self.executor.shutdown(wait=False)
 
 
-def record_of(trainer):
+def record_of(trainer, data_digest=""):
     """Return what run.json says of a run: its flags and what else determined the training.
 
-    Collective. Raises TrainingError if checkpoints cannot hold the optimizer's state.
+    data_digest: that of read_data(). Collective. Raises TrainingError if checkpoints cannot hold
+    the optimizer's state.
     """
     prefix = f"--checkpoint {trainer.args.checkpoint}: "
     own = on_all_ranks(optimizer_state, trainer, prefix=prefix, status=1)
-    record = flags_of(trainer.args) | {"data_digest": trainer.data_digest}
+    record = flags_of(trainer.args) | {"data_digest": data_digest}
     return record | {"optimizer_state": own}
 
 
@@ -2328,8 +2415,10 @@ def claim(folder):
     return file
 
 
-def resume(trainer, folder):
+def resume(trainer, folder, data_digest=""):
     """Load a checkpoint of the folder, if any, whatever layout it was saved in. Collective.
+
+    data_digest: that of read_data(). Training with other data is reported, see differences().
 
     It is the last one, or that of --resume-step N. The later ones are then renamed to
     step_X.abandoned, so that the run's next checkpoints take their place. A restart repeats the
@@ -2343,19 +2432,24 @@ def resume(trainer, folder):
     run = on_all_ranks(check_checkpoint, path, trainer.args)
     trainer.steps_done = int(path.name.removeprefix("step_"))
     if trainer.steps_done:  # before the first step there are no moments
-        adam = {"class": "AdamW", "tensors": ["exp_avg", "exp_avg_sq"]}  # as older runs had
-        adam |= {"numbers": {"step": float(trainer.steps_done)}}
-        saved = run.setdefault("optimizer_state", run.get("optimizer", adam))
+        saved = run.setdefault("optimizer_state", older_state(run, trainer.steps_done))
         on_all_ranks(create_optimizer_state, trainer, saved, prefix=f"--checkpoint {path}: ")
     for chunk in range(len(trainer.chunks)):  # since embedding and head have one name
         load = lambda: dcp.load(state_of(trainer, chunk), checkpoint_id=path)
         on_all_ranks(load, prefix=f"--checkpoint {path}: ")
-    found = differences(trainer, run)
+    found = differences(trainer, run, data_digest)
     if dist.get_rank() == 0:
         print(f"resumes from {path}", flush=True)
         if found:
             print(f"continues with {', '.join(found)}", flush=True)
     on_all_ranks(abandon_after, path, prefix=f"--checkpoint {folder}: ")
+
+
+def older_state(run, steps_done):
+    """Return optimizer_state() of a run.json that lacks it. The first ones were all of AdamW."""
+    adam = {"class": "AdamW", "tensors": ["exp_avg", "exp_avg_sq"]}
+    adam["numbers"] = {"step": float(steps_done)}
+    return run.get("optimizer", adam)
 
 
 def checkpoint_to_resume(folder, step):
@@ -2397,13 +2491,12 @@ def check_checkpoint(path, args):
     changed since it was saved. A flag of the model that is younger than it has its default.
     """
     run = read_run(path)
-    saved = {flag.name: flag.default for flag in fields(GPTConfig)} | run
-    saved["kv_heads"] = saved["kv_heads"] or saved["heads"]
-    saved["ffn"] = saved["ffn"] or 4 * saved["hidden"]
-    saved["head"] = saved["head"] or usual_head(saved["block"])
+    defaults = {flag.name: flag.default for flag in fields(GPTConfig)}
+    saved = SimpleNamespace(**defaults | run)
+    complete_model(saved)
     for name in [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]:
         own = as_typed(name, getattr(args, name))  # "--hidden 128"
-        theirs = as_typed(name, saved[name])
+        theirs = as_typed(name, getattr(saved, name))
         need(own == theirs, f"{own}, but {path} has {theirs}")
     digests = run["sha256"]
     for file in sorted(path.iterdir()):
@@ -2432,7 +2525,7 @@ def read_run(path):
     return run
 
 
-def differences(trainer, run):
+def differences(trainer, run, data_digest):
     """Return phrases that say how this run differs from the one that saved a checkpoint.
 
     run: what run.json says. What an older checkpoint does not say is not compared.
@@ -2441,7 +2534,7 @@ def differences(trainer, run):
     found = []
     if trainer.steps_done == 0:  # nothing has been trained
         return found
-    if run.get("data_digest", trainer.data_digest) != trainer.data_digest:
+    if run.get("data_digest", data_digest) != data_digest:
         source, theirs = (path or "(default)" for path in (args.data, run.get("data")))
         found.append(f"other data, --data {source} (was {theirs})")
     optimizer = type(trainer.optimizer).__name__
@@ -2483,7 +2576,7 @@ def require_equal_copies(trainer, saver):
     With --checkpoint, the state is saved all the same, but under a name that no run resumes from.
     """
     fault = check_copies(trainer)
-    if fault and trainer.args.checkpoint:
+    if fault and saver is not None:
         saver.save(".unequal")
         fault += f"; this state is saved as step_{trainer.steps_done:08d}.unequal"
     if fault:
@@ -2617,7 +2710,7 @@ class Log:
         for line in describe(trainer):
             self.say(line)
 
-    def step(self, metrics, seconds):
+    def step(self, metrics, seconds, must_print=False):
         """Report the metrics of a step that took so many seconds."""
         step = self.trainer.steps_done
         args = self.trainer.args
@@ -2638,7 +2731,7 @@ class Log:
             line += f"  {name} {number:{digits}}"
         line += f"  left {timedelta(seconds=round(left))}"
         every = args.print_every or max(1, round(args.steps / 40))
-        if step in (self.first_step, args.steps) or self.trainer.stop or step % every == 0:
+        if step in (self.first_step, args.steps) or must_print or step % every == 0:
             self.say(line)
         elif self.is_terminal:
             columns = shutil.get_terminal_size().columns
@@ -2909,15 +3002,14 @@ def parse(argv, world_size, per_node=None):
         args.zero = 1  # ZeRO keeps fp32 weights
         args.replicate = args.replicate or dp_cp  # a copy per rank
     args.replicate = args.replicate or 1
-    args.kv_heads = args.kv_heads or args.heads
-    args.head = args.head or usual_head(args.block)
-    args.ffn = args.ffn or 4 * args.hidden
+    complete_model(args)
     # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
     inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
     # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp. By
-    # default, a pipeline gets a multiple of 2 x pp sequences, cut into 4 x pp parts if possible.
+    # default, each replica's pipeline gets a multiple of 2 x pp sequences, cut into 4 x pp parts if
+    # possible.
     most = 4 * args.pp if args.pp > 1 else 1
     divisor = args.dp * (args.microbatches or math.ceil(most / 2))
     args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
@@ -2933,10 +3025,11 @@ def parse(argv, world_size, per_node=None):
     return args
 
 
-def need(condition, sentence):
-    """Raise ValueError with this sentence unless the condition holds."""
-    if not condition:
-        raise ValueError(sentence)
+def complete_model(args):
+    """Set the flags of the model whose defaults depend on other flags."""
+    args.kv_heads = args.kv_heads or args.heads
+    args.head = args.head or usual_head(args.block)
+    args.ffn = args.ffn or 4 * args.hidden
 
 
 def check_needs(args, typed):
@@ -2981,6 +3074,15 @@ def must_divide(args, divisor, number):
 
 def check(args):
     """Raise ValueError if the flags, all of which must be set, do not fit together."""
+    check_grid(args)
+    check_learning_rate(args)
+    check_model(args)
+    check_experts(args)
+    check_sequence(args)
+
+
+def check_grid(args):
+    """Raise ValueError if the grid does not have as many ranks as there are, or cannot be cut."""
     shown = partial(typed_product, args)
     size = args.pp * args.dp * args.cp * args.tp
     sentence = f"{shown('pp * dp * cp * tp')} is not {args.world_size}, the number of ranks"
@@ -2988,10 +3090,23 @@ def check(args):
         sentence += f" (torchrun --nproc-per-node {size} starts {size})"
     need(size == args.world_size, sentence)
     must_divide(args, "replicate", "dp * cp")
+    must_divide(args, "ep", "dp * cp * tp")
+    must_divide(args, "dp * microbatches", "batch_size")
+    need(args.ep > 1 or not args.overlap, "--overlap needs --ep > 1")
+
+
+def check_learning_rate(args):
+    """Raise ValueError if the learning rate's flags do not fit together, see learning_rate()."""
+    shown = partial(typed_product, args)
     need(args.min_lr <= args.lr, f"{shown('min_lr')} is more than {shown('lr')}")
     after_warmup = max(0, args.steps - args.warmup)
     is_short = args.decay_steps <= after_warmup
     need(is_short, f"{shown('decay_steps')} is more than {shown('steps')} - {shown('warmup')}")
+
+
+def check_model(args):
+    """Raise ValueError if there is no such model, or if it cannot be cut over tp and pp."""
+    shown = partial(typed_product, args)
     must_divide(args, "heads", "hidden")
     must_divide(args, "kv_heads", "heads")
     if args.block == "llama":
@@ -3000,13 +3115,15 @@ def check(args):
         need(is_even, f"{shown('block')} rotates pairs of elements, but {width} is odd")
     must_divide(args, "tp", "kv_heads")
     need(args.tp <= args.vocab_size, f"{shown('tp')} is more than {shown('vocab_size')}")
-    must_divide(args, "dp * microbatches", "batch_size")
     if not args.experts or args.moe_every > 1:  # some layers have an MLP, which tp splits
         must_divide(args, "tp", "ffn")
-    must_divide(args, "ep", "dp * cp * tp")
-    need(args.ep > 1 or not args.overlap, "--overlap needs --ep > 1")
     # a schedule of too many stages would take minutes to make, before schedule_of() refuses it
     need(args.chunks <= args.layers + 2, f"{shown('layers')} is too few for {shown('chunks')}")
+
+
+def check_experts(args):
+    """Raise ValueError if experts cannot be divided over ep, or used as the flags say."""
+    shown = partial(typed_product, args)
     if args.experts:
         must_divide(args, "ep", "experts")
         need(args.top_k <= args.experts, f"{shown('top_k')} is more than {shown('experts')}")
@@ -3016,6 +3133,11 @@ def check(args):
         need(args.topk_nodes <= nodes, f"{shown('topk_nodes')} exceeds the nodes of ep, {nodes}")
         reach = args.experts // nodes * args.topk_nodes
         need(args.top_k <= reach, f"{shown('topk_nodes')} is {reach} experts, not {shown('top_k')}")
+
+
+def check_sequence(args):
+    """Raise ValueError if the sequence cannot be divided over cp, sp and experts."""
+    shown = partial(typed_product, args)
     if args.cp > 1:
         divisible = args.seq_len % (2 * args.cp) == 0
         need(divisible, f"{shown('seq_len')} is not divisible by 2 * {shown('cp')}")
@@ -3073,6 +3195,49 @@ def idle_share(args):
     backward = 3.0 if args.recompute == "full" else 2.0  # in units of a forward
     timeline = simulate(schedule_of(args), forward=1.0, backward=backward, weight=1.0)
     return max(timeline.bubble) / timeline.total
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+class TrainingError(ValueError):
+    """An error that ends the run, on all ranks once they are connected. status: the exit status."""
+
+    def __init__(self, message, status=1):
+        super().__init__(message)
+        self.status = status
+
+
+def need(condition, sentence):
+    """Raise ValueError with this sentence unless the condition holds."""
+    if not condition:
+        raise ValueError(sentence)
+
+
+def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
+    """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective.
+
+    To fail is to raise OSError, ValueError, or what torch.distributed.checkpoint raises.
+    """
+    fault = ""
+    try:
+        result = call(*arguments)
+    except (OSError, ValueError) as error:
+        fault = str(error) or repr(error)
+    except dcp.api.CheckpointException as error:  # all ranks raise it if one has failed
+        fault, _ = error.failures.get(dist.get_rank(), ("", None))
+    for rank, line in enumerate(gather_objects(str(fault).strip().split("\n")[0], group)):
+        if line:
+            who = f"rank {rank}: " if rank else ""
+            raise TrainingError(f"{prefix}{who}{line}", status)
+    return result
+
+
+def on_any_rank(condition):
+    """Return whether the condition is true on any rank. The all-reduce uses gloo, not the GPUs."""
+    found = torch.tensor(condition, dtype=torch.uint8)
+    all_reduce(found, ReduceOp.MAX)
+    return bool(found)
 
 
 # ---- one process ---------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_text_is_recognized_where_its_beginning_ends_inside_a_character(tmp_path
     (tmp_path / "a.bin").write_bytes(SENTENCE.encode())
     for head in range(3, 9):
         with (
-            patch.object(hybrid, "HEAD", head),
+            patch.object(hybrid, "FIRST_BYTES", head),
             pytest.raises(ValueError, match="a.bin is text, not tokens"),
         ):
             hybrid.load_data(tmp_path / "a.bin", 4, GPT2)
@@ -150,7 +150,7 @@ def test_a_file_that_holds_neither_text_nor_tokens_is_told_by_what_it_is(name, t
 def test_a_folder_names_what_it_skips_and_without_a_text_it_says_where_tokens_belong(tmp_path):
     for name in ("a.npy", "a.gz", "a.idx", "a.txt"):
         (tmp_path / name).write_bytes(NO_TEXT[name][0])
-    (tmp_path / "late.txt").write_bytes(b"x" * hybrid.HEAD + b"\0")
+    (tmp_path / "late.txt").write_bytes(b"x" * hybrid.FIRST_BYTES + b"\0")
     (tmp_path / "sub").mkdir()
     os.mkfifo(tmp_path / "zpipe")
     with pytest.raises(ValueError, match="^no text, but a.gz, a.idx, a.npy and 4 more: .*train.b"):
@@ -204,7 +204,7 @@ def test_a_bad_line_of_a_jsonl_file_is_named(line, tmp_path):
 
 def _check(data, vocab_size):
     """Return the digest, or the error, of every rank."""
-    with patch.object(hybrid, "CHUNK", 7):
+    with patch.object(hybrid, "TOKENS_AT_ONCE", 7):
         try:
             found = hybrid.check_tokens(data, vocab_size, "X: ")
         except hybrid.TrainingError as error:

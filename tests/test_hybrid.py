@@ -18,11 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy, gelu
+from torch.utils._pytree import tree_map
 
 import hybrid
+import tensor_parallel
 import zero
 from collectives import (
-    count_bytes, gather_objects, observe, rank_and_size, reduce_scatter_bytes,
+    all_gather_to_group, count_bytes, gather_from_group, gather_objects, observe, rank_and_size,
+    reduce_scatter_bytes, reduce_scatter_to_group, scatter_to_group,
 )
 from ddp import GradBucket, ddp_bytes
 from expert_parallel import FullPrecisionLinear, switch_layer
@@ -49,13 +52,9 @@ GRID = dict(V=19, T=6, D=12, heads=6, layers=6, batch=4)
 
 
 def whole_weights(V, T, D, layers, **_):
-    """Return the weights of plain_step()'s model, with enough spread that attention matters."""
+    """Return plain_weights() with more spread, so that attention matters."""
     torch.manual_seed(7)
-    layer_shapes = {"qkv": (3, D, D), "out": (D, D), "up": (4 * D, D), "down": (D, 4 * D)}
-    shapes = {"tokens": (V, D), "positions": (T, D), "head": (V, D)}
-    whole = {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
-    layer = lambda: {name: torch.randn(shape) / 2 for name, shape in layer_shapes.items()}
-    return whole | {"layers": [layer() for _ in range(layers)]}
+    return tree_map(lambda weight: 25 * weight, hybrid.plain_weights(V, T, D, layers))
 
 
 def leaves_of(whole):
@@ -138,15 +137,25 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
         assert sent["tp"] == layers // pp * 4 * activations * 2 * (tp - 1) // tp
 
 
-@pytest.mark.parametrize("technique", ["zero", "cp", "ep"])
+OWN_PARTS = {  # {name: dim along which the technique's ranks have parts of the weight}
+    "zero": {},
+    "cp": {"positions": 0},
+    "sp": {"qkv": 1, "out": 1, "up": 0, "down": 1},
+    "ep": {"up": 0, "down": 0},
+}
+
+
+@pytest.mark.parametrize("technique", OWN_PARTS)
 @on_ranks(4)
-def test_zero_cp_and_ep_join_the_plain_forms_as_the_comment_after_plain_step_says(technique):
-    """A group that plain_groups() calls dp is that of the technique."""
+def test_zero_cp_sp_and_ep_join_the_plain_forms_as_the_comment_after_plain_step_says(technique):
+    """A group that plain_groups() calls dp is that of cp or ep, if one of these is tested."""
     torch.set_default_dtype(torch.float64)
     V, T, D, heads, layers, batch = GRID.values()
     whole, reference = whole_weights(**GRID), whole_weights(**GRID)
-    groups = hybrid.plain_groups(pp=2, dp=2, tp=1)
-    (rank, P), group = rank_and_size(groups["dp"]), groups["dp"]
+    tp = 2 if technique == "sp" else 1
+    groups = hybrid.plain_groups(pp=2, dp=2 // tp, tp=tp)
+    group = groups["tp" if technique == "sp" else "dp"]
+    rank, P = rank_and_size(group)
     (pp_rank, pp), routers = rank_and_size(groups["pp"]), {}
     tokens = torch.randint(V, (batch, T + 1))
     dim, count = 0, batch * T
@@ -155,7 +164,7 @@ def test_zero_cp_and_ep_join_the_plain_forms_as_the_comment_after_plain_step_say
     elif technique == "cp":
         dim = 1
         whole["positions"] = whole["positions"].chunk(P)[rank]
-    else:
+    elif technique == "ep":
         for own, layer in zip(whole["layers"], reference["layers"]):
             layer |= {"router": torch.randn(P, D), "up": torch.randn(P, 4 * D, D)}
             layer["down"] = torch.randn(P, D, 4 * D)
@@ -179,38 +188,47 @@ def test_zero_cp_and_ep_join_the_plain_forms_as_the_comment_after_plain_step_say
         expert = lambda rows: split_mlp(rows, up, down, tp_group)
         return switch_layer(x.flatten(0, 1), routers[up], expert, group).view_as(x)
 
+    if technique == "sp" and stage.is_first:
+        stage.layers.register_forward_pre_hook(lambda _, x: scatter_to_group(*x, 1, group))
+    if technique == "sp" and stage.is_last:
+        stage.layers.register_forward_hook(lambda *call: gather_from_group(call[-1], 1, group))
+    f = lambda x, group: all_gather_to_group(x, 1, group)
+    g = lambda z, group: reduce_scatter_to_group(z, 1, group)
     changed = {
         "zero": nullcontext(),
+        "sp": patch.multiple(tensor_parallel, copy_to_group=f, reduce_from_group=g),
         "cp": patch.object(torch.nn.functional, "scaled_dot_product_attention", across_positions),
         "ep": patch.object(hybrid, "split_mlp", across_experts),
     }
-    inputs, targets = (part.chunk(P, dim)[rank] for part in (tokens[:, :-1], tokens[:, 1:]))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if technique != "sp":
+        inputs, targets = (part.chunk(P, dim)[rank] for part in (inputs, targets))
     if not stage.is_first:
-        inputs = torch.empty(*inputs.shape, D)
+        inputs = torch.empty(len(inputs), inputs.size(1) // tp, D)
     share = lambda y, t: cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum") / count
     with changed[technique]:
         microbatches = inputs.chunk(2), targets.chunk(2)
         losses = one_f_one_b_step(stage, *microbatches, share, groups["pp"])
     if stage.is_last:
         total = sum(losses)
-        dist.all_reduce(total, group=group)
+        if technique != "sp":
+            dist.all_reduce(total, group=group)
         if technique == "zero":
             total /= P
         torch.testing.assert_close(total, loss.detach(), rtol=1e-13, atol=0)
-    own = {"zero": (), "cp": ("positions",), "ep": ("up", "down")}[technique]
-    is_own = lambda name: name.rsplit(".", 1)[-1] in own  # a part that no other rank has
+    dim_of = lambda name: OWN_PARTS[technique].get(name.rsplit(".", 1)[-1])
     if technique == "zero":
         update = lambda weights, gradient: weights.sub_(0.5 * gradient)
         zero.sharded_step([*parameters.values()], update, group)
     else:
         for name, parameter in parameters.items():
-            if not is_own(name):
+            if technique != "sp" and dim_of(name) is None:
                 dist.all_reduce(parameter.grad, group=group)
         torch.optim.SGD(parameters.values(), 0.5).step()
     for name, parameter in parameters.items():
         expected = counterpart(reference, name, layers // pp * pp_rank)
-        if is_own(name):
-            expected = expected.chunk(P)[rank].view_as(parameter)
+        if dim_of(name) is not None:
+            expected = expected.chunk(P, dim_of(name))[rank].view_as(parameter)
         torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -290,6 +308,13 @@ def test_initial_weights_depend_on_name_and_seed_and_are_gpt2s():
             assert value.std().item() == pytest.approx(std, rel=0.05), name
         else:
             assert (value == (0 if name.endswith("bias") else 1)).all(), name
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 3, 2)])
+def test_a_part_of_a_weight_draws_the_rows_of_the_whole(shape):
+    whole = hybrid.normal(shape, 1.0, "key")
+    assert torch.equal(hybrid.normal((4, *shape[1:]), 1.0, "key", offset=3), whole[3:])
+    assert len(whole.unique()) == whole.numel()
 
 
 @on_ranks(1)
@@ -649,7 +674,7 @@ def test_a_step_gives_the_same_loss_over_the_backends_own_collectives(flags):
 @pytest.mark.parametrize("flags", ["", "--moments bf16"])
 @on_ranks(2)
 def test_the_host_reads_from_the_device_once_a_step_and_once_a_batch_of_validation(flags):
-    trainer = make_trainer(f"--pp 2 --schedule zb-h1 --microbatches 2 --checkpoint X {flags}")
+    trainer = make_trainer(f"--pp 2 --schedule zb-h1 --microbatches 2 {flags}")
     data = hybrid.Data(*2 * [np.zeros(30 * BATCH * T, np.uint8)])
     update, read_before = trainer.update, []
     trainer.update = lambda *args: read_before.append(step["tolist"]) or update(*args)
@@ -659,7 +684,7 @@ def test_the_host_reads_from_the_device_once_a_step_and_once_a_batch_of_validati
     with waits() as evaluation:
         hybrid.evaluate(trainer, data, batches=3)
     reads = lambda found: (found["tolist"], found["_local_scalar_dense"])
-    assert reads(step) == (1, 1)  # the second one, on the CPU, is whether SIGTERM has arrived
+    assert reads(step) == (1, 0)
     assert reads(evaluation) == (0, 3)
 
 
@@ -670,7 +695,7 @@ def test_the_host_reads_from_the_device_once_a_step_and_once_a_batch_of_validati
 @on_ranks(4)
 def test_gradients_have_communicators_of_their_own(dp, cp, ep):
     groups = vars(make_trainer(f"--dp {dp} --cp {cp} --ep {ep} --experts 4 --seq-len 16").mesh)
-    own = {n: groups.pop(n) for n in list(groups) if n.endswith(hybrid.GRADIENT_GROUPS)}
+    own = {n: groups.pop(n) for n in list(groups) if n in hybrid.GRADIENT_GROUPS}
     large = [group for group in own.values() if dist.get_world_size(group) > 1]
     assert not any(group in large for group in groups.values())
     assert (own["dp_cp_group"] is own["expert_dp_group"]) == (ep == 1)

@@ -81,6 +81,7 @@ def with_home(number=0, **names):
             others = {name: getattr(MESHES[-1], other) for name, other in names.items()}
             changed = list(homes)
             changed[number] = replace(homes[number], **others)
+            changed = hybrid.Homes(*changed)
             instead = dict(zip(homes, changed))
             moved = [replace(row, home=instead[row.home]) for row in placements]
             return right(args, changed, chunks, moved)
@@ -102,7 +103,7 @@ def own_targets(right):
 
 def with_placements(change):
     """Change Placements: change(row) is a dict of their new facts."""
-    return put(hybrid, "place",
+    return put(hybrid, "placements_of",
                lambda right: lambda *a: [replace(row, **change(row)) for row in right(*a)])
 
 

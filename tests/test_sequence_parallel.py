@@ -116,7 +116,8 @@ def test_a_layer_keeps_the_bytes_of_the_paper_and_the_statistics_of_its_norms(
     assert norms <= 0.05 * claimed
     config = hybrid.GPTConfig(1, D, H, T, 64, 0.1, sp=sequence_parallel, recompute=mode)
     state = hybrid.ShardedRandomState("cpu")
-    block = hybrid.Block(config, None, state, unfused_attention, group=None)
+    parallel = hybrid.Parallel(random=state, attention_fn=unfused_attention)
+    block = hybrid.Block(config, parallel)
     block.forward = partial(recompute, block.forward) if mode == "full" else block.forward
     layer = TransformerLayer(D, H, p=0.1, mode=mode, sequence_parallel=sequence_parallel)
     for kind in (layer, block):
@@ -135,12 +136,12 @@ def test_a_stage_keeps_the_inputs_of_its_groups_and_one_whole_group(
     bytes_of = lambda mode: activation_bytes(B, T, D, H, tp, sequence_parallel, mode)
     whole_layer = bytes_of("none") + norm_bytes(B, T, tp, sequence_parallel)
     state = hybrid.ShardedRandomState("cpu")
+    parallel = hybrid.Parallel(random=state, attention_fn=unfused_attention)
     for size in range(1, L + 1) if tp == 1 else [4]:
         how = {"sp": sequence_parallel, "recompute": "full", "recompute_layers": size}
         config = hybrid.GPTConfig(3 * L, D, H, T, 2, 0.1, **how)
         stage = hybrid.GPT(
-            config, torch.arange(T), None, range(L, 2 * L), is_first=False, is_last=False,
-            attention_fn=unfused_attention, random=state,
+            config, parallel, torch.arange(T), range(L, 2 * L), is_first=False, is_last=False
         ).bfloat16()
         shape = T // tp if sequence_parallel else T, B, D
         xs = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(microbatches)]

@@ -32,12 +32,12 @@ class TransformerLayer(hybrid.Block):
 
     def __init__(
         self, hidden, heads, kv_heads=None, p=0.0, attention_fn=unfused_attention, mode="none",
-        sequence_parallel=False, **options,
+        sequence_parallel=False, group=None,
     ):
         sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "dropout": p}
         how = {"sp": sequence_parallel, "recompute": mode}
         config = hybrid.GPTConfig(**sizes, **how)
-        super().__init__(config, None, attention_fn=attention_fn, **options)
+        super().__init__(config, hybrid.Parallel(group, attention_fn=attention_fn))
         for norm in (self.ln_1, self.ln_2) if sequence_parallel else ():
             mark_sum_over_tp(norm)
 

@@ -338,7 +338,7 @@ def _time_tensor_parallel(B, T, D, rounds):
         theirs = _dtensor_blocks(mesh, D, sequence_parallel)
         contenders[name] = partial(step, theirs, torch.randn(B, length, D, requires_grad=True))
         config = hybrid.GPTConfig(LAYERS, D, HEADS, T, sp=sequence_parallel)
-        ours = nn.Sequential(*[hybrid.Block(config, None, group=None) for _ in range(LAYERS)])
+        ours = nn.Sequential(*[hybrid.Block(config) for _ in range(LAYERS)])
         x = torch.randn(length, B, D, requires_grad=True)
         contenders[f"ours, {name}"] = partial(step, ours, x)
     plain = nn.Sequential(*[_plain_block(D) for _ in range(LAYERS)])
@@ -399,7 +399,7 @@ def bench_context_parallel(arguments):
 def _time_recomputation(layers, T, rounds):
     """Return {case: (seconds, most bytes that autograd keeps)} of forward and backward."""
     config = hybrid.GPTConfig(layers, 128, 4, T)
-    blocks = [hybrid.Block(config, group=None) for _ in range(layers)]
+    blocks = [hybrid.Block(config) for _ in range(layers)]
     weights = [parameter for block in blocks for parameter in block.parameters()]
     x = torch.randn(T, 2, 128, requires_grad=True)
     contenders = {"none": lambda: run_layers(blocks, x).sum().backward()}

@@ -40,7 +40,7 @@ def sums_of(row, trainer):
     mesh = trainer.mesh
     groups = [("dp x cp", row.home.dp_group)]
     if row.sum_over_tp:
-        groups.append(("tp", row.home.tp_group))
+        groups.append(("tp", row.home.copies_group))
     if trainer.replicated:
         groups.append(("replicas", mesh.pp_group))
     if row.is_tied and hasattr(mesh, "embedding_group"):

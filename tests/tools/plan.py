@@ -166,7 +166,7 @@ def parameters_of(config):
     with one_process():
         mesh = hybrid.make_mesh(args)
         chunks = hybrid.make_chunks(args, mesh, device, stages, positions, WeightGradStore())
-        rows = hybrid.place(chunks, hybrid.homes_of(mesh), replicated=False)
+        rows = hybrid.placements_of(chunks, hybrid.homes_of(mesh), replicated=False)
     layers, found = {}, Counter()
     for number, block in chain(*(chunk.transformer["h"].items() for chunk in chunks)):
         part = "layer with experts" if int(number) else "layer"
