@@ -447,15 +447,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._expects_backward = self._expects_backward or torch.is_grad_enabled()
         return self.module(*args, **kwargs)
 
-    @contextmanager
     def no_sync(self):
         """Accumulate gradients locally; the next backward() outside reduces their sum."""
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
+        return without_sync(self)
 
     @torch.no_grad()
     def _gradient_ready(self, parameter):
@@ -759,6 +753,17 @@ def broadcast_first(tensors, group):
     source = dist.get_global_rank(group or dist.group.WORLD, 0)
     for tensor in tensors:
         broadcast(tensor, source, group)
+
+
+@contextmanager
+def without_sync(model):
+    """Keep a wrapper's backward from reducing gradients: its no_sync()."""
+    before = model.require_backward_grad_sync
+    model.require_backward_grad_sync = False
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before
 
 
 def weakly(method):

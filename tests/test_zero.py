@@ -388,7 +388,7 @@ def test_the_short_form_of_stage_3_has_the_gradients_of_one_process_and_the_pape
     x = torch.ones(2, 96) + rank
     loss = lambda net: sum(mean_square(net, torch.ones(2, 96) + r) for r in range(P))
     gradients = gradients_alone(net, loss)
-    layouts, shards = zero.shard_units(net.blocks)
+    shards, layouts = zero.shard_units(net.blocks)
     assert [shard.untyped_storage().nbytes() for shard in shards] == [96 * 96 * 4 // P] * 4
     assert not any(parameter.untyped_storage().nbytes() for parameter in net.parameters())
     units = net.to("meta").blocks  # their own parameters are not read
@@ -771,6 +771,21 @@ def test_betas_with_which_a_moment_could_not_shrink_are_rejected():
         AdamW(weights, moments_dtype=torch.float16)
 
 
+def test_updates_with_bf16_moments_are_right_to_8_percent_also_after_the_gradient_turns():
+    gradient = torch.linspace(1, 2, 513)[:-1]
+    updates = []
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = nn.Parameter(torch.zeros(512))
+        optimizer = AdamW([weight], lr=1.0, weight_decay=0.0, moments_dtype=dtype)
+        for factor in [-2] * 200 + [1] * 200:
+            weight.grad = factor * gradient
+            before = weight.detach().clone()
+            optimizer.step()
+        updates.append(weight.detach() - before)
+    errors = (updates[0] / updates[1] - 1).abs()
+    assert 0.04 < errors.max() < 0.08
+
+
 def test_the_host_waits_for_no_tensor_in_a_step_of_adamw():
     weight = nn.Parameter(torch.ones(4))
     optimizer = AdamW([weight], **OPTIONS)
@@ -1020,8 +1035,7 @@ def test_the_last_unit_is_gathered_while_backward_runs_the_layers_after_it():
     loss = mean_square(model, own_part(make_data(4)))
     with observe(listen):
         loss.backward()
-    *_, last, root = model._units
-    assert log.index("head") == len(last.flats) + len(root.flats)
+    assert log.index("head") == len(model._units[-1].flats) + len(model._root.flats)
 
 
 @on_ranks(2)
@@ -1323,8 +1337,8 @@ def test_uses_that_would_give_wrong_results_are_rejected():
         (lambda: nn.Sequential(model).state_dict(), r"call state_dict\(\) of the sharded module"),
         (lambda: around(lambda blocks, y: {blocks(y)})(y), "return tensors that a pytree holds"),
         (lambda: parameter(y), r"units\[0\] returns a parameter, or its view: clone 'blocks.0"),
-        (lambda: inside(y).sum().backward(), r"units\[\d\] is recomputed before its turn"),
-        (lambda: pair(y).sum().backward(), "its turn: .* or several with use_reentrant=True"),
+        (lambda: inside(y).sum().backward(), r"units\[\d\] is recomputed out of turn"),
+        (lambda: pair(y).sum().backward(), "out of turn: .* or several with use_reentrant=True"),
         (lambda: skipping(y).sum().backward(), r"units\[1\] was skipped, and several are recomputed"),
         (lambda: recompute(outside, y).sum().backward(), "forward inside backward"),
         (lambda: hidden(y)[1].pop().sum().backward(), "'blocks.3.weight' got a gradient past"),
@@ -1355,7 +1369,7 @@ class Learner(nn.Module):
         return x
 
 
-CHANGES_IN_FORWARD = {
+CHANGES_IN_FORWARD = {  # {name: how forward changes a weight}
     "codebook": lambda net: net.embed.weight.copy_(2 * net.embed.weight),
     "codebook's data": lambda net: net.embed.weight.data.mul_(2),
     "codebook replaced": lambda net: setattr(net.embed, "weight", nn.Parameter(torch.ones(5, 7))),
@@ -1367,16 +1381,46 @@ CHANGES_IN_FORWARD = {
 @on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forward_that_changes_its_own_weights_is_rejected_on_every_rank(stage):
+    changed = {"a unit's data": "blocks.0.weight", "a unit's data replaced": "blocks.1.bias"}
     for how in ("max norm", *CHANGES_IN_FORWARD):
         net = Learner(how)
         model = FullyShardedDataParallel(net, units=net.blocks, stage=stage)
-        name = "embed.weight" if how[0] in "mc" else r"blocks\.\d\.(weight|bias)"
+        name = re.escape(changed.get(how, "embed.weight"))
         with pytest.raises(RuntimeError, match=f"'{name}' is sharded, and forward has changed it"):
             model(torch.arange(5))
         if "replaced" not in how:
             net.how = "no change"
             model.reshard()
             model(torch.arange(5))  # the earlier change is not held against a later forward
+
+
+class Versioned(nn.Linear):
+    """A layer whose saved weights say in which version of the class they were saved."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        self.loaded_version = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_are_saved_and_loaded_with_the_versions_of_their_modules(stage):
+    net = nn.Sequential(Versioned(3, 3), nn.Linear(3, 3))
+    model = FullyShardedDataParallel(net, units=[net[0]], stage=stage)
+    saved = model.state_dict()
+    assert saved._metadata == net.state_dict()._metadata
+    model.load_state_dict(saved)
+    assert net[0].loaded_version == 2
+    model.load_state_dict(dict(saved))
+    assert net[0].loaded_version is None
+
+
+def test_a_stage_that_does_not_exist_is_refused():
+    for stage in (0, 4, "3"):
+        with pytest.raises(ValueError, match=rf"stage={stage!r} is not 1, 2 or 3"):
+            FullyShardedDataParallel(nn.Linear(1, 1), stage=stage)
 
 
 WRITES = {  # ways in which scripts change a weight by hand
