@@ -2,10 +2,10 @@
 
 If a batch passes through in one piece, only one stage works at a time. If the batch is cut into m
 microbatches, the stages work side by side. A rank is then idle until the first microbatch has been
-through the stages before its own, and later while it waits for gradients from the stages after it.
-This idle time is called the bubble. Here are p = 3 stages and m = 5 microbatches. A slot of time is
-two characters wide. A forward (F) takes one slot, a backward (B) takes two, a message takes none,
-and dots are idle:
+through the stages before its own, often while it waits for a gradient, and at the end while the
+last gradients go back through the stages before it. This idle time is called the bubble. Here are
+p = 3 stages and m = 5 microbatches. A slot of time is two characters wide. A forward (F) takes one
+slot, a backward (B) takes two, a message takes none, and dots are idle:
 
     GPipe: all forward, then all backward          1F1B: one forward, one backward, in turn
     F0F1F2F3F4............B0B0B1B1B2B2B3B3B4B4     F0F1F2........B0B0F3B1B1F4B2B2..B3B3..B4B4
@@ -18,28 +18,30 @@ without a pause, and its last gradient still has p-1 backwards to go through. Th
 same work, m(F+B), in the same step, so they are idle for as long. The bubble is (p-1)/m of this
 work, or (p-1)/(m+p-1) of the whole step. 1F1B saves memory: rank r, counted from 0, holds
 activations of at most min(m, p - r) microbatches, here 3, 2 and 1. GPipe holds all m = 5; in the
-paper it keeps only the inputs of stages, and computes the rest again in backward. Other schedules,
-on the upper floor of this file, also shorten the bubble.
+paper it keeps only the inputs of stages, and computes the rest again in backward. If messages take
+time, 1F1B is slower, since each round of its steady phase waits for them. Other schedules, on the
+upper floor of this file, also shorten the bubble.
 
 Microbatches do not change the result of layers that treat each sample by itself, such as attention
 and LayerNorm. BatchNorm would use the mean and variance of a microbatch instead of the batch's.
 
-A rank holds   the parameters of its stages; the activations of every microbatch whose forward is
-               done and whose backward is not
+A rank holds   the parameters of its stages, their gradients and optimizer state; the activations of
+               every microbatch whose forward is done and whose backward is not
 It sends       per microbatch, activations to the next stage and a gradient to the previous one;
                each has b s h elements (microbatch size, sequence length, width)
 Overlap        on the upper floor, messages travel while ranks compute, and receives are posted
                early. In 1F1B, ranks still wait for some messages, because a rank often needs what
                its neighbour has just made
-PyTorch's      torch.distributed.pipelining has a class per schedule, and also cuts models into
-               stages. By default, it divides gradients by the number of microbatches; here loss_fn
-               returns a microbatch's share of the loss
+PyTorch's      torch.distributed.pipelining has a class for most schedules, and also cuts models
+               into stages. By default, it divides gradients by the number of microbatches; here
+               loss_fn returns a microbatch's share of the loss
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021
 (interleaved). Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (ZB-V only in the arXiv version).
-DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe; DualPipeV is in DeepSeek's code).
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe). Sea AI Lab, "Cut-in-half", 2025, and
+DeepSeek's code (DualPipeV).
 
     torchrun --nproc-per-node 4 pipeline.py           print claimed and counted costs
     python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8       draw a schedule
@@ -137,9 +139,10 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
         rank 1      ) F >   ) F><B() F><B() F><B() F><B(             <B(
         rank 2              ) F  B() F  B() F  B() F  B() F  B(
 
-    Each >< and each () is one exchange that sends and receives. If two neighbours both waited for
-    their sends before they received, neither would go on. In the warm-up and in the cooldown, one
-    side only sends and the other only receives.
+    So rank 1 receives an input, goes forward and sends the output; receives an input, goes forward,
+    swaps the output for a gradient, goes backward and swaps the input's gradient for an input; and
+    so on. A swap, >< or (), is one exchange. In it, two neighbours send to each other at the same
+    time. If each waited for its send before it received, neither would go on.
     """
     rank, world_size = rank_and_size(group)
     last = world_size - 1
@@ -220,6 +223,11 @@ class Action(NamedTuple):
     microbatch: int
     chunk: int = 0
 
+    @property
+    def key(self):
+        """What the F and the B, or I and W, of a microbatch in a chunk have in common."""
+        return self.microbatch, self.chunk
+
 
 class Transfer(NamedTuple):
     """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
@@ -267,14 +275,14 @@ class Schedule(list):
         """Return the places that a microbatch visits on its way forward."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
-    def steps(self, rank):
+    def singles_and_pairs(self, rank):
         """Yield the rank's actions in lists, of two for a pair and of one for others."""
         actions = iter(self[rank])
         for action in actions:
-            step = [action]
+            together = [action]
             if (action, rank) in self.pairs:
-                step.append(next(actions))
-            yield step
+                together.append(next(actions))
+            yield together
 
     def _link(self, kinds, microbatch, places):
         """Record the transfers between successive places. A B and an I have the same transfers."""
@@ -359,13 +367,13 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
     order = [(i, chunk) for group in groups for chunk in range(v) for i in group]
     forwards = [Action("F", i, chunk) for i, chunk in order]
     backwards = [Action("B", i, v - 1 - chunk) for i, chunk in order]
-    schedule = []
+    rows = []
     for rank in range(p):
         warmup = 2 * (p - rank - 1) + (v - 1) * p
         steady = [action for pair in zip(forwards[warmup:], backwards) for action in pair]
         cooldown = backwards[len(steady) // 2 :]
-        schedule.append(forwards[:warmup] + steady + cooldown)
-    return Schedule(schedule, [[(rank, chunk) for chunk in range(v) for rank in range(p)]])
+        rows.append(forwards[:warmup] + steady + cooldown)
+    return Schedule(rows, [[(rank, chunk) for chunk in range(v) for rank in range(p)]])
 
 
 def zb_h1(num_stages, num_microbatches):
@@ -407,6 +415,7 @@ def zb_v(num_stages, num_microbatches):
 
     def letters(rank):
         warmup = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
+        # at least p rounds, or some Fs would be missing if m < 2p; surplus letters are skipped
         steady = "FIWfiw" * max(m - p, p)
         cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # no rank waits for a W
         return warmup + steady + cooldown
@@ -424,11 +433,11 @@ def forward_only(num_stages, num_microbatches, route=None):
     route = route or [(rank, 0) for rank in range(num_stages)]
     # microbatch i is at route[index] at time i + index
     turns = [(i + index, index, i) for i in range(num_microbatches) for index in range(len(route))]
-    schedule = [[] for _ in range(num_stages)]
+    rows = [[] for _ in range(num_stages)]
     for _, index, microbatch in sorted(turns):
         rank, chunk = route[index]
-        schedule[rank].append(Action("F", microbatch, chunk))
-    return Schedule(schedule, [route])
+        rows[rank].append(Action("F", microbatch, chunk))
+    return Schedule(rows, [route])
 
 
 def dualpipe(num_stages, num_microbatches):
@@ -450,8 +459,8 @@ def dualpipe(num_stages, num_microbatches):
         sizes = f"num_stages={p} and num_microbatches={m}"
         raise ValueError(f"{sizes}: both must be even, and num_microbatches >= 2 x num_stages")
     halves = range(m // 2), range(m // 2, m)
-    schedule = [_actions(_dualpipe_letters(r, p, m // 2), *halves) for r in range(p)]
-    return Schedule(schedule, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
+    rows = [_actions(_dualpipe_letters(r, p, m // 2), *halves) for r in range(p)]
+    return Schedule(rows, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
 
 
 def dualpipe_v(num_stages, num_microbatches):
@@ -481,9 +490,11 @@ def _dualpipe_letters(rank, p, per_end):
     depth = min(rank, p - 1 - rank)  # the distance to the nearer end, 0 on the first and last rank
     inner = p // 2 - 1 - depth  # the number of ranks between this one and the middle
     backwards = "bB" * (depth + 1)
+    # Step 6 has depth + 1 whole backwards and as many Is. Then follow the Ws of these Is and of
+    # those of step 7, in the same order.
     full = backwards[: depth + 1]
-    halved = backwards[depth + 1 :].replace("b", "i").replace("B", "I")
-    deferred = (halved + "I" * inner).replace("i", "w").replace("I", "W")  # a W per I, in order
+    halved = backwards[depth + 1 :].translate(str.maketrans("bB", "iI"))
+    deferred = (halved + "I" * inner).translate(str.maketrans("iI", "wW"))
     # In the steps, capitals stand for microbatches from the nearer end, whichever chunk they use.
     letters = (
         "F" * (2 * inner)  # step 1: fill the ranks up to the middle
@@ -505,8 +516,8 @@ def pair_up(schedule):
     computes while the other's tokens travel to experts and back. A pair begins when the inputs of
     both have arrived, and sends both results at its end. dualpipe() and dualpipe_v() can finish
     with pairs, and their bubbles are then at most what the table says. The F and B of 1F1B are of
-    one chunk, on the last rank even of one microbatch. To pair them, it would need almost twice the
-    warmup, and hold twice the activations.
+    one chunk, on the last rank even of one microbatch. To pair them, 1F1B would need a warm-up of
+    2(p-r)-1 forwards in place of p-r-1, and hold twice the activations.
     """
     for rank, actions in enumerate(schedule):
         for action, following in zip(actions, actions[1:]):
@@ -590,36 +601,36 @@ def _value(expression, num_stages, num_microbatches, num_chunks=2, **letters):
     return eval(_compiled(expression), {}, letters)
 
 
-def formulas_hold(schedule, num_stages, num_microbatches):
-    """Return whether a key of SCHEDULES is defined for these sizes, with the table's formulas."""
-    return bool(_value(SCHEDULES[schedule].sizes, num_stages, num_microbatches))
+def formulas_hold(name, num_stages, num_microbatches):
+    """Return whether the formulas of SCHEDULES[name] hold for these sizes."""
+    return bool(_value(SCHEDULES[name].sizes, num_stages, num_microbatches))
 
 
 def bubble_time(
-    schedule, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
+    name, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
 ):
-    """Return the bubble that the table claims. schedule: a key of SCHEDULES.
+    """Return the bubble that SCHEDULES[name] claims.
 
     forward, backward, weight: F, B and W in the table.
     """
     times = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
-    formula = SCHEDULES[schedule].bubble
+    formula = SCHEDULES[name].bubble
     return _value(formula, num_stages, num_microbatches, num_chunks, **times)
 
 
-def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2, rank=0):
-    """Return the table's peak, in units of a microbatch's activations in 1/p of the layers.
+def peak_activations(name, num_stages, num_microbatches, num_chunks=2, rank=0):
+    """Return the peak that SCHEDULES[name] claims. It is largest on rank 0.
 
-    It is largest on rank 0.
+    The unit is a microbatch's activations in 1/p of the layers.
     """
-    kind = SCHEDULES[schedule]
+    kind = SCHEDULES[name]
     v = kind.v or num_chunks
     return _value(kind.peak, num_stages, num_microbatches, v, r=rank) / v
 
 
-def pipeline_bytes(stage, num_stages, num_microbatches, microbatch_bytes):
+def pipeline_bytes(rank, num_stages, num_microbatches, microbatch_bytes):
     """Return the bytes that a rank with one chunk sends to its neighbours in a step."""
-    boundaries = (stage < num_stages - 1) + (stage > 0)
+    boundaries = (rank < num_stages - 1) + (rank > 0)
     return boundaries * num_microbatches * microbatch_bytes
 
 
@@ -635,7 +646,7 @@ class Timeline:
     total: float  # the end of the last action
     bubble: list  # per rank, its idle time in total
     idle: list  # per rank, its idle time between its first and its last action
-    peak: list  # per rank, the most (microbatch, chunk) pairs that it holds
+    peak: list  # per rank, the most (microbatch, chunk) whose activations it keeps for backward
     transfers: list  # all transfers between ranks in one global order, by the time of arrival
 
 
@@ -650,32 +661,37 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     _check_actions(schedule)
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     start, end = [{} for _ in schedule], [{} for _ in schedule]
-    remaining = [deque(schedule.steps(rank)) for rank in range(len(schedule))]
+    remaining = [deque(schedule.singles_and_pairs(rank)) for rank in range(len(schedule))]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
     arrived = {None: 0.0}  # {Transfer: time}; None is the key for actions that need no Transfer
     progress = True
     while progress:
         progress = False
-        for rank, steps in enumerate(remaining):
-            needs = lambda action: schedule.needed.get((action, rank))
-            while steps and all(needs(action) in arrived for action in steps[0]):
-                step = steps.popleft()
-                free[rank] = max(free[rank], *[arrived[needs(action)] for action in step])
-                for action in step:
-                    start[rank][action] = free[rank]
-                    free[rank] = end[rank][action] = free[rank] + duration[action.kind]
-                for action in step:
+        for rank, lists in enumerate(remaining):
+            while lists:
+                needed = [schedule.needed.get((action, rank)) for action in lists[0]]
+                if not all(transfer in arrived for transfer in needed):
+                    break
+                together = lists.popleft()
+                now = max(free[rank], *[arrived[transfer] for transfer in needed])
+                for action in together:
+                    start[rank][action] = now
+                    now += duration[action.kind]
+                    end[rank][action] = now
+                free[rank] = now
+                for action in together:
                     if made := schedule.made.get((action, rank)):
-                        arrived[made] = free[rank] + (message if made.destination != rank else 0)
+                        arrived[made] = now + (message if made.destination != rank else 0)
                 progress = True
     if any(remaining):
-        stuck = [(rank, steps[0][0]) for rank, steps in enumerate(remaining) if steps]
+        stuck = [(rank, lists[0][0]) for rank, lists in enumerate(remaining) if lists]
         where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
         raise ValueError(f"the schedule cannot finish: {where} waiting for missing inputs")
     work = [sum(duration[action.kind] for action in actions) for actions in schedule]
     bubble = [max(free) - busy for busy in work]
     idle = [last - min(begun.values()) - busy for last, begun, busy in zip(free, start, work)]
-    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    keeps = any(action.kind != "F" for actions in schedule for action in actions)
+    change = {"F": int(keeps), "B": -1, "I": 0, "W": -1}
     peak = [max(accumulate(change[action.kind] for action in actions)) for actions in schedule]
     transfers = [t for t in arrived if t is not None and t.source != t.destination]
     transfers.sort(key=lambda transfer: (arrived[transfer], transfer))
@@ -715,13 +731,15 @@ def draw(schedule):
 
 # ---- the program of a rank -----------------------------------------------------------------------
 #
-# Transfers have one global order, and each rank posts its own in this order. It posts a receive as
-# soon as its earlier transfers are posted; for a send, the tensor must also have been made. Then no
-# rank waits forever, whether sends are buffered (gloo) or meet their receives in the order of
+# Transfers have one global order, and each rank posts its own in this order. It posts a send when
+# its earlier transfers are posted and the tensor is made. At most as many receives as there are
+# ranks are posted and not waited for, or more if an action needs a later one. Then no rank waits
+# forever, whether sends are buffered (gloo) or meet their receives in the order of
 # posting (NCCL). Proof: suppose that some transfers are never done, and take the first of them. All
-# earlier ones are done, so its receive is posted. In the simulation, all that its sender needed to
-# make the tensor arrived before the tensor did. So these inputs are earlier transfers, the tensor
-# is made, and its send is posted. With both posted, it is done.
+# earlier ones are done. Neither of its ranks is stuck before it has posted it, because until then
+# it waits for earlier transfers only: in the simulation, what a rank needed for an action arrived
+# before the action, so before all that the rank made by it or afterwards. So the sender makes the
+# tensor and posts its send, the receiver posts its receive, and with both posted it is done.
 #
 # The order is that of arrival in a simulation in which messages take a little time. If they took
 # none, a rank's receive would often tie with one of its sends. If the send came first, the receive
@@ -730,277 +748,55 @@ def draw(schedule):
 SHORT = 1 / 128  # a message's time in that simulation, where a forward takes 1
 
 
-def program(schedule, rank, reducing=()):
-    """Yield all that a rank does in a step, in order, as (verb, Transfer or Action).
+def program(schedule, rank):
+    """Yield all that a rank does in a step, in order, as (verb, Transfer or list of Actions).
 
         receive, send   post the message of a Transfer, and go on while it travels
         wait            wait until the message is done
-        pair            perform an F in turns with the B that the next item performs
-        do              perform an Action
-        do and reduce   perform an Action of `reducing`, in which gradients over replicas are summed
+        do              perform one Action, or the F and the B of a pair in turns
 
     On rank 0 of one_f_one_b(2, 2): do F0, send F0, do F1, send F1, receive B0, receive B1, wait B0,
     do B0, wait B1, do B1, wait F0, wait F1.
     """
     transfers = simulate(schedule, message=SHORT).transfers
     unposted = deque(t for t in transfers if rank in (t.source, t.destination))
+    most = len(schedule)  # bounds the memory of pending sends, and of receives
     made = set()
     sent = deque()
+    arriving = set()
 
-    def post():
+    def post(needed=None):
         """Post the transfers that come next, up to a send whose tensor is yet to be made."""
-        while unposted and (unposted[0].destination == rank or unposted[0] in made):
-            transfer = unposted.popleft()
-            if transfer.destination == rank:
+        while unposted:
+            transfer = unposted[0]
+            is_receive = transfer.destination == rank
+            if is_receive and len(arriving) >= most and needed not in unposted:
+                return
+            if not is_receive and transfer not in made:
+                return
+            unposted.popleft()
+            if is_receive:
+                arriving.add(transfer)
                 yield "receive", transfer
-            else:
-                yield "send", transfer
-                sent.append(transfer)
-            if len(sent) > len(schedule):  # bounds the memory of pending sends
+                continue
+            sent.append(transfer)
+            yield "send", transfer
+            if len(sent) > most:
                 yield "wait", sent.popleft()
 
     yield from post()
-    for step in schedule.steps(rank):
-        for action in step:
+    for together in schedule.singles_and_pairs(rank):
+        for action in together:
             needed = schedule.needed.get((action, rank))
             if needed and needed.source != rank:  # else it comes from a chunk of this rank
+                yield from post(needed)
                 yield "wait", needed
-        *forward, last = step
-        for action in forward:
-            yield "pair", action
-        yield ("do and reduce" if last in reducing else "do"), last
-        made.update(schedule.made.get((action, rank)) for action in step)
+                arriving.remove(needed)
+        yield "do", together
+        made.update(schedule.made.get((action, rank)) for action in together)
         yield from post()
     for transfer in sent:
         yield "wait", transfer
-
-
-def reducing_actions(actions, stages, sync_each=False):
-    """Return the Bs and Ws of a rank that start to reduce gradients over a stage's replicas.
-
-    They are the last ones of each stage, or all of them if sync_each is true. A module may be the
-    stage of several chunks.
-    """
-    if sync_each:
-        return {action for action in actions if action.kind in "BW"}
-    # later actions replace earlier ones
-    last = {stages[action.chunk]: action for action in actions if action.kind != "F"}
-    return set(last.values())
-
-
-# ---- executor ------------------------------------------------------------------------------------
-#
-# What a rank does in an action of a stage that is neither the first nor the last:
-#
-#     F   waits for x from the previous stage; runs the stage; keeps x and the graph of the output;
-#         sends the output to the next stage
-#     B   waits for the output's gradient from the next stage; runs autograd, which adds to the
-#         parameters' gradients and frees the graph; sends x's gradient to the previous stage
-#     I   does the same, but layers defer the products for weights, and keep what these need
-#     W   computes the deferred products and adds them to the parameters' gradients; no message
-#
-# On the last stage F also computes the loss from the output, and B begins at the loss. With data
-# parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or FullyShardedDataParallel
-# (zero.py). The program says which B or W starts the reduction of its gradients: the last one, or,
-# if sync_each is true, every one. The other backward actions run in no_sync(), as do all actions of
-# a step() that the caller runs inside no_sync(). If the schedule has Ws, the caller must call the
-# wrapper's finish_grad_sync() after a step() outside no_sync(), to wait for the reductions.
-
-
-class Pipeline:
-    """Runs one rank of a schedule. An example with 4 ranks and 8 microbatches of 2 sequences:
-
-        pipeline = Pipeline(stage, one_f_one_b(4, 8), loss_fn, shape=(2, 128, 512))
-        loss = pipeline.step(inputs, targets)  # None on ranks 0 to 2
-
-    stage: this rank's module, or a list with one module per chunk. A stage without layers may
-        return its input. No stage may change its input in place.
-    schedule: a Schedule, the same on all ranks of the group.
-    loss_fn: loss_fn(output, target, *loss_arguments) returns a microbatch's share of the loss; the
-        loss of a step is the sum of the shares. It is called where a route ends.
-    shape, dtype, device: those of every stage's output for one microbatch, except the last stage's.
-        dtype and device default to PyTorch's default dtype and device.
-    defer: the WeightGradStore to which layers of the stages defer products.
-    sync_each: reduce gradients over replicas after each microbatch, as ZeRO-2 and ZeRO-3 do.
-
-    turns, an attribute, is the Turns of the schedule's pairs. Layers of the stages whose messages
-    should travel beside the other pass call turns.hand_over() while they do.
-
-    A stage may use torch.utils.checkpoint, as in the GPipe paper. DualPipe needs sum_replicas().
-
-    Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group,
-    and on a single rank if it does not have one stage per chunk or uses PyTorch's own DDP.
-    """
-
-    def __init__(
-        self, stage, schedule, loss_fn, group=None, *, shape, dtype=None, device=None, defer=None,
-        sync_each=False,
-    ):
-        self.rank, _ = rank_and_size(group)
-        self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
-        self.schedule, self.loss_fn, self.group = schedule, loss_fn, group
-        self.defer = defer or WeightGradStore()
-        self.turns = Turns()
-        _check_schedule(schedule, self.stages, group)
-        dtype = dtype or torch.get_default_dtype()
-        self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
-        reducing = reducing_actions(schedule[self.rank], self.stages, sync_each)
-        self.program = list(program(schedule, self.rank, reducing))
-        self.training = bool(reducing)  # false for forward_only()
-        # the chunks of this rank where routes begin, and where they end
-        self.first_chunks = {chunk for (rank, chunk), *_ in schedule.routes if rank == self.rank}
-        self.last_chunks = {chunk for *_, (rank, chunk) in schedule.routes if rank == self.rank}
-        self.step_is_pending = False
-
-    def step(self, inputs=None, targets=None, *loss_arguments):
-        """Run the schedule once, and accumulate gradients in the parameters.
-
-        inputs, targets: whole batches, cut along dimension 0 into microbatches. Ranks where routes
-        begin need inputs; ranks where routes end need targets, and pass loss_arguments to loss_fn.
-
-        To accumulate over several steps, run all but the last inside no_sync() of every stage.
-
-        Returns the loss of the route that ends on this rank, detached, or None if none does. Raises
-        ValueError if a batch is missing or not divisible into microbatches, if inputs and targets
-        are both given and differ in rows, or if a stage's output is not of the declared shape and
-        dtype; RuntimeError if an earlier step() failed midway.
-        """
-        _check_batches(self, inputs, targets)
-        if self.step_is_pending:
-            raise RuntimeError("an earlier step() failed: its messages are still pending")
-        self.inputs = () if inputs is None else inputs.chunk(self.schedule.num_microbatches)
-        self.targets = () if targets is None else targets.chunk(self.schedule.num_microbatches)
-        self.loss, self.loss_arguments = None, loss_arguments
-        self.saved = {}  # {(microbatch, chunk): (input, GradientEdge of the output)}
-        self.deferred = defaultdict(list)  # {(microbatch, chunk): [(parameter, product)]}
-        tensors = {}  # {Transfer: the tensor that an action made, or the buffer that receives it}
-        messages = {}  # {Transfer: its message, until it is waited for}
-        self.step_is_pending = len(self.schedule) > 1
-        post = partial(exchange, group=self.group, async_op=True)
-        forward = None  # the task of a pair's F, until its B comes
-
-        def do(action, reduces=False):
-            needed = self.schedule.needed.get((action, self.rank))
-            made = self.schedule.made.get((action, self.rank))
-            result = self.perform(action, tensors.pop(needed, None), reduces)
-            if made:
-                tensors[made] = result
-
-        for verb, subject in self.program:
-            if verb == "receive":
-                tensors[subject] = torch.empty(**self.like)
-                messages[subject] = post([], [(tensors[subject], subject.source)])
-            elif verb == "send":
-                messages[subject] = post([(tensors.pop(subject), subject.destination)], [])
-            elif verb == "wait":
-                messages.pop(subject).wait()
-            elif verb == "pair":
-                forward = partial(do, subject)
-            elif forward is not None:
-                backward = partial(do, subject, verb == "do and reduce")
-                self.turns.together(forward, backward, self.like["device"])
-                forward = None
-            else:
-                do(subject, verb == "do and reduce")
-        self.step_is_pending = False
-        self.inputs = self.targets = self.loss_arguments = ()
-        return self.loss
-
-    def perform(self, action, received, reduces):
-        """Perform an action on the tensor that it needs, and return its result.
-
-        reduces: whether it starts to reduce gradients. Inside the caller's no_sync() none does.
-        """
-        reduces &= getattr(self.stages[action.chunk], "require_backward_grad_sync", True)
-        try:
-            if action.kind == "F":
-                return self._forward(action, received)
-            if action.kind == "W":
-                return self._weights(action, reduces)
-            return self._backward(action, received, reduces)
-        except RuntimeError as error:
-            # PyTorch writes "in-place operation" in a forward, and "inplace" in a backward
-            if "place operation" in str(error):
-                error.add_note(f"rank {self.rank}: a stage must not change its input in place")
-            raise
-
-    def _forward(self, action, x):
-        if x is None:
-            x = self.inputs[action.microbatch]
-        elif self.training:
-            x.requires_grad_()
-        output = self.stages[action.chunk](x)
-        is_last = action.chunk in self.last_chunks
-        if is_last:
-            output = self.loss_fn(output, self.targets[action.microbatch], *self.loss_arguments)
-            share = output.detach()
-            self.loss = share if self.loss is None else self.loss + share
-        elif (output.shape, output.dtype) != (self.like["size"], self.like["dtype"]):
-            made = f"{tuple(output.shape)} {output.dtype}"
-            raise ValueError(f"rank {self.rank} made {made}, to be sent like {self.like}")
-        if self.training:
-            # Keep the output's edge in the graph, not the output, whose memory is freed once it is
-            # sent. A frozen first stage has no graph. If a loss has none, the next line raises.
-            edge = get_gradient_edge(output) if output.requires_grad or is_last else None
-            self.saved[action[1:]] = x, edge
-        return output.detach().contiguous()
-
-    def _backward(self, action, grad_output, reduces):
-        """Run B or I. During I the store is open, and collects this microbatch's products."""
-        x, edge = self.saved.pop(action[1:])
-        products = self.deferred[action[1:]] if action.kind == "I" else None
-        with _syncing(self.stages[action.chunk], reduces), self.defer.during(products, reduces):
-            if edge is not None:
-                torch.autograd.backward(edge, grad_output)
-        if action.chunk in self.first_chunks:
-            return None
-        # there is no gradient if the output does not depend on x
-        return torch.zeros_like(x) if x.grad is None else x.grad
-
-    def _weights(self, action, reduces):
-        """Run W: compute the deferred products."""
-        products = self.deferred.pop(action[1:])
-        stage = self.stages[action.chunk]
-        if reduces and hasattr(stage, "start_grad_sync"):
-            # during this W, only the parameters of these products still get gradients
-            stage.start_grad_sync(awaited={parameter for parameter, _ in products})
-        with _syncing(stage, reduces), self.defer.during(reduces=reduces):
-            _add_products(products)
-
-
-def _syncing(stage, reduces):
-    """Return the context of a backward, in which a wrapped stage reduces gradients or does not."""
-    if reduces:
-        return nullcontext()
-    return getattr(stage, "no_sync", nullcontext)()
-
-
-def _check_schedule(schedule, stages, group):
-    """Raise ValueError on all ranks if schedules differ, or on a rank whose stages do not fit."""
-    rank, num_stages = rank_and_size(group)
-    # NCCL needs all ranks in a group's first operation, so this gather must precede step().
-    schedules = gather_objects((list(schedule), schedule.routes, schedule.pairs), group)
-    if any(other != schedules[0] for other in schedules):
-        raise ValueError("the ranks of the group have different schedules")
-    if len(schedule) != num_stages:
-        raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
-    num_chunks = 1 + max(action.chunk for action in schedule[rank])
-    if len(stages) != num_chunks:
-        raise ValueError(f"rank {rank} has {len(stages)} stages for num_chunks={num_chunks}")
-    if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
-        raise ValueError("torch's DistributedDataParallel reduces before the last microbatch")
-
-
-def _check_batches(pipeline, inputs, targets):
-    m = pipeline.schedule.num_microbatches
-    first, last = pipeline.first_chunks, pipeline.last_chunks
-    for name, batch, needed in (("inputs", inputs, first), ("targets", targets, last)):
-        rows = 0 if batch is None else len(batch)
-        if rows % m or needed and not rows:
-            where = f"on rank {pipeline.rank}, not a positive multiple of num_microbatches={m}"
-            raise ValueError(f"{name} has {rows} rows {where}")
-    if inputs is not None and targets is not None and len(inputs) != len(targets):
-        raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
 
 
 # ---- the halves of a backward --------------------------------------------------------------------
@@ -1012,17 +808,14 @@ class WeightGradStore:
     The store is open during an I. A layer may then call put(parameter, product) and return no
     gradient for the parameter; W calls product() to compute it.
 
-    The rest serves ZeRO and DDP. During B, I and W, the layers of tensor_parallel.py save passes
-    over a weight's gradient. While `lends` is true, they write it where weight.lend_gradient() says
-    (see zero.FlatParameter), so a hook on a node of the graph sees the sum so far, and no hook may
-    call torch.autograd.grad(). While `adds` is true, they add it to .grad and return none. `adds`
-    is false in an action that starts to reduce gradients over replicas, because the hooks that
-    start the reduction run only if autograd is given a gradient.
+    accumulates: true in B, I and W, in which layers of tensor_parallel.py save passes over a
+        weight's gradient. They write it where weight.lend_gradient() says (see zero.FlatParameter),
+        or add it to .grad and return none. Hooks that wait for the gradient run in any case. A hook
+        on a node of the graph sees a lent sum so far, and no hook may call torch.autograd.grad().
     """
 
     products = None
-    lends = False
-    adds = False
+    accumulates = False
 
     @property
     def open(self):
@@ -1032,17 +825,15 @@ class WeightGradStore:
         self.products.append((parameter, product))
 
     @contextmanager
-    def during(self, products=None, reduces=False):
-        """Open the store with a list for put(); None keeps it closed. reduces: see perform()."""
+    def during(self, products=None):
+        """Let layers accumulate, and open the store with a list for put(); None keeps it closed."""
         self.products = products
-        self.lends = True
-        self.adds = not reduces
+        self.accumulates = True
         try:
             yield
         finally:
             self.products = None
-            self.lends = False
-            self.adds = False
+            self.accumulates = False
 
 
 class DeferredLinear(nn.Linear):
@@ -1070,8 +861,8 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx, grad_y):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        x = x.flatten(0, -2)
-        rows = grad_y.flatten(0, -2)
+        x = x.reshape(-1, x.shape[-1])
+        rows = grad_y.reshape(-1, grad_y.shape[-1])
         grad_x = grad_y @ weight.to(grad_y.dtype) if wants_x else None
         grad_bias = rows.sum(0) if wants_bias else None
         grad_weight = None
@@ -1103,8 +894,9 @@ class _Deferred(torch.autograd.Function):
 
 def _add_products(products):
     """Compute the products in one backward, so that a parameter's hooks run once."""
-    # autograd begins with the last node that was made, so products run in the order of put()
-    roots = [_Deferred.apply(*products.pop()) for _ in list(products)]
+    # Autograd begins with the last node that was made, so products run in the order of put().
+    roots = [_Deferred.apply(*item) for item in reversed(products)]
+    products.clear()  # so that a product's activations are freed once it is computed
     torch.autograd.backward(roots)
 
 
@@ -1132,8 +924,11 @@ class Turns:
     """
 
     def __init__(self):
+        self.device = None
+        self.may_run = []  # a semaphore for each pass; 0 is the forward, 1 the backward
+        self.states = []  # the random states of each pass
         self.running = 0  # passes that have begun and not ended
-        self.turn = 0  # whose turn it is: 0 is the forward, 1 the backward
+        self.turn = 0  # whose turn it is
         self.errors = []
 
     def together(self, forward, backward, device=None):
@@ -1220,6 +1015,230 @@ def modes_of_thread(device):
     return modes()
 
 
+# ---- executor ------------------------------------------------------------------------------------
+#
+# What a rank does in an action of a stage that is neither the first nor the last:
+#
+#     F   waits for x from the previous stage; runs the stage; keeps x and the graph of the output;
+#         sends the output to the next stage
+#     B   waits for the output's gradient from the next stage; runs autograd, which adds to the
+#         parameters' gradients and frees the graph; sends x's gradient to the previous stage
+#     I   does the same, but layers defer the products for weights, and keep what these need
+#     W   computes the deferred products and adds them to the parameters' gradients; no message
+#
+# On the last stage F also computes the loss from the output, and B begins at the loss. With data
+# parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or FullyShardedDataParallel
+# (zero.py). The program says which B or W starts the reduction of its gradients: the last one, or,
+# if sync_each is true, every one. The other backward actions run in no_sync(), as do all actions of
+# a step() that the caller runs inside no_sync(). If the schedule has Ws, the caller must call the
+# wrapper's finish_grad_sync() after a step() outside no_sync(), to wait for the reductions.
+
+
+class Pipeline:
+    """Runs one rank of a schedule. An example with 4 ranks and 8 microbatches of 2 sequences:
+
+        pipeline = Pipeline(stage, one_f_one_b(4, 8), loss_fn, shape=(2, 128, 512))
+        loss = pipeline.step(inputs, targets)  # None on ranks 0 to 2
+
+    stage: this rank's module, or a list with one module per chunk. A stage without layers may
+        return its input. No stage may change its input in place.
+    schedule: a Schedule, the same on all ranks of the group.
+    loss_fn: loss_fn(output, target, *loss_arguments) returns a microbatch's share of the loss; the
+        loss of a step is the sum of the shares. It is called where a route ends.
+    shape, dtype, device: those of every stage's output for one microbatch, except the last stage's.
+        dtype and device default to PyTorch's default dtype and device.
+    defer: the WeightGradStore to which layers of the stages defer products.
+    sync_each: reduce gradients over replicas after each microbatch, as ZeRO-2 and ZeRO-3 do.
+
+    turns, an attribute, is the Turns of the schedule's pairs. Layers of the stages whose messages
+    should travel beside the other pass call turns.hand_over() while they do.
+
+    A stage may use torch.utils.checkpoint, as in the GPipe paper. DualPipe needs sum_replicas().
+
+    Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group,
+    and on a single rank if it does not have one stage per chunk or uses PyTorch's own DDP.
+    """
+
+    def __init__(
+        self, stage, schedule, loss_fn, group=None, *, shape, dtype=None, device=None, defer=None,
+        sync_each=False,
+    ):
+        self.rank, _ = rank_and_size(group)
+        self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
+        self.schedule, self.loss_fn, self.group = schedule, loss_fn, group
+        self.defer = defer or WeightGradStore()
+        self.turns = Turns()
+        _check_schedule(schedule, self.stages, group)
+        dtype = dtype or torch.get_default_dtype()
+        self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
+        self.reducing = reducing_actions(schedule[self.rank], self.stages, sync_each)
+        self.program = list(program(schedule, self.rank))
+        self.training = any(action.kind != "F" for action in schedule[self.rank])
+        # the chunks of this rank where routes begin, and where they end
+        self.first_chunks = {chunk for (rank, chunk), *_ in schedule.routes if rank == self.rank}
+        self.last_chunks = {chunk for *_, (rank, chunk) in schedule.routes if rank == self.rank}
+        self.step_is_pending = False
+
+    def step(self, inputs=None, targets=None, *loss_arguments):
+        """Run the schedule once, and accumulate gradients in the parameters.
+
+        inputs, targets: whole batches, cut along dimension 0 into microbatches. Ranks where routes
+        begin need inputs; ranks where routes end need targets, and pass loss_arguments to loss_fn.
+
+        To accumulate over several steps, run all but the last inside no_sync() of every stage.
+
+        Returns the loss of the route that ends on this rank, detached, or None if none does. Raises
+        ValueError if a batch is missing or not divisible into microbatches, if inputs and targets
+        are both given and differ in rows, or if a stage's output is not of the declared shape and
+        dtype; RuntimeError if an earlier step() failed midway.
+        """
+        _check_batches(self, inputs, targets)
+        if self.step_is_pending:
+            raise RuntimeError("an earlier step() failed: its messages are still pending")
+        self.inputs = () if inputs is None else inputs.chunk(self.schedule.num_microbatches)
+        self.targets = () if targets is None else targets.chunk(self.schedule.num_microbatches)
+        self.loss, self.loss_arguments = None, loss_arguments
+        self.saved = {}  # {(microbatch, chunk): (input, GradientEdge of the output)}
+        self.deferred = defaultdict(list)  # {(microbatch, chunk): [(parameter, product)]}
+        tensors = {}  # {Transfer: the tensor that an action made, or the buffer that receives it}
+        messages = {}  # {Transfer: its message, until it is waited for}
+        self.step_is_pending = len(self.schedule) > 1
+        post = partial(exchange, group=self.group, async_op=True)
+
+        def do(action):
+            needed = self.schedule.needed.get((action, self.rank))
+            made = self.schedule.made.get((action, self.rank))
+            result = self.perform(action, tensors.pop(needed, None), action in self.reducing)
+            if made:
+                tensors[made] = result
+
+        for verb, subject in self.program:
+            if verb == "receive":
+                tensors[subject] = torch.empty(**self.like)
+                messages[subject] = post([], [(tensors[subject], subject.source)])
+            elif verb == "send":
+                messages[subject] = post([(tensors.pop(subject), subject.destination)], [])
+            elif verb == "wait":
+                messages.pop(subject).wait()
+            elif len(subject) == 1:
+                do(*subject)
+            else:
+                forward, backward = (partial(do, action) for action in subject)
+                self.turns.together(forward, backward, self.like["device"])
+        self.step_is_pending = False
+        self.inputs = self.targets = self.loss_arguments = ()
+        return self.loss
+
+    def perform(self, action, received, reduces):
+        """Perform an action on the tensor that it needs, and return its result.
+
+        reduces: whether it starts to reduce gradients. Inside the caller's no_sync() none does.
+        """
+        reduces &= getattr(self.stages[action.chunk], "require_backward_grad_sync", True)
+        try:
+            if action.kind == "F":
+                return self._forward(action, received)
+            if action.kind == "W":
+                return self._weights(action, reduces)
+            return self._backward(action, received, reduces)
+        except RuntimeError as error:
+            # PyTorch writes "in-place operation" in a forward, and "inplace" in a backward
+            if "place operation" in str(error):
+                error.add_note(f"rank {self.rank}: a stage must not change its input in place")
+            raise
+
+    def _forward(self, action, x):
+        if x is None:
+            x = self.inputs[action.microbatch]
+        elif self.training:
+            x.requires_grad_()
+        output = self.stages[action.chunk](x)
+        is_last = action.chunk in self.last_chunks
+        if is_last:
+            output = self.loss_fn(output, self.targets[action.microbatch], *self.loss_arguments)
+            share = output.detach()
+            self.loss = share if self.loss is None else self.loss + share
+        elif (output.shape, output.dtype) != (self.like["size"], self.like["dtype"]):
+            made = f"{tuple(output.shape)} {output.dtype}"
+            raise ValueError(f"rank {self.rank} made {made}, to be sent like {self.like}")
+        if self.training:
+            # Keep the output's edge in the graph, not the output, whose memory is freed once it is
+            # sent. A frozen first stage has no graph. If a loss has none, the next line raises.
+            edge = get_gradient_edge(output) if output.requires_grad or is_last else None
+            self.saved[action.key] = x, edge
+        return output.detach().contiguous()
+
+    def _backward(self, action, grad_output, reduces):
+        """Run B or I. During I the store is open, and collects this microbatch's products."""
+        x, edge = self.saved.pop(action.key)
+        products = self.deferred[action.key] if action.kind == "I" else None
+        with _syncing(self.stages[action.chunk], reduces), self.defer.during(products):
+            if edge is not None:
+                torch.autograd.backward(edge, grad_output)
+        if action.chunk in self.first_chunks:
+            return None
+        # there is no gradient if the output does not depend on x
+        return torch.zeros_like(x) if x.grad is None else x.grad
+
+    def _weights(self, action, reduces):
+        """Run W: compute the deferred products."""
+        products = self.deferred.pop(action.key)
+        stage = self.stages[action.chunk]
+        if reduces and hasattr(stage, "start_grad_sync"):
+            # during this W, only the parameters of these products still get gradients
+            stage.start_grad_sync(awaited={parameter for parameter, _ in products})
+        with _syncing(stage, reduces), self.defer.during():
+            _add_products(products)
+
+
+def reducing_actions(actions, stages, sync_each=False):
+    """Return the Bs and Ws of a rank that start to reduce gradients over a stage's replicas.
+
+    They are the last ones of each stage, or all of them if sync_each is true. A module may be the
+    stage of several chunks.
+    """
+    if sync_each:
+        return {action for action in actions if action.kind in "BW"}
+    # later actions replace earlier ones
+    last = {stages[action.chunk]: action for action in actions if action.kind != "F"}
+    return set(last.values())
+
+
+def _syncing(stage, reduces):
+    """Return the context of a backward, in which a wrapped stage reduces gradients or does not."""
+    if reduces:
+        return nullcontext()
+    return getattr(stage, "no_sync", nullcontext)()
+
+
+def _check_schedule(schedule, stages, group):
+    """Raise ValueError on all ranks if schedules differ, or on a rank whose stages do not fit."""
+    rank, num_stages = rank_and_size(group)
+    # NCCL needs all ranks in a group's first operation, so this gather must precede step().
+    schedules = gather_objects((list(schedule), schedule.routes, schedule.pairs), group)
+    if any(other != schedules[0] for other in schedules):
+        raise ValueError("the ranks of the group have different schedules")
+    if len(schedule) != num_stages:
+        raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
+    num_chunks = 1 + max(action.chunk for action in schedule[rank])
+    if len(stages) != num_chunks:
+        raise ValueError(f"rank {rank} has {len(stages)} stages for num_chunks={num_chunks}")
+    if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
+        raise ValueError("torch's DistributedDataParallel reduces before the last microbatch")
+
+
+def _check_batches(pipeline, inputs, targets):
+    m = pipeline.schedule.num_microbatches
+    first, last = pipeline.first_chunks, pipeline.last_chunks
+    for name, batch, needed in (("inputs", inputs, first), ("targets", targets, last)):
+        rows = 0 if batch is None else len(batch)
+        if rows % m or needed and not rows:
+            where = f"on rank {pipeline.rank}, not a positive multiple of num_microbatches={m}"
+            raise ValueError(f"{name} has {rows} rows {where}")
+    if inputs is not None and targets is not None and len(inputs) != len(targets):
+        raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
+
+
 # ---- replicas ------------------------------------------------------------------------------------
 
 
@@ -1227,13 +1246,17 @@ def sum_replicas(stages, group=None):
     """Sum the gradients of DualPipe's replicas: chunk 0 of rank r and chunk 1 of rank p-1-r.
 
     stages: the stages of this rank's Pipeline. Rank p-1-r has the same two in the opposite order,
-        and both replicas must train the same parameters.
+        and both replicas must train the same parameters. A missing gradient counts as zero.
     Collective. Call it when the gradients of a batch are complete, whether they come from one step
     or several. Afterwards both replicas' gradients have the same bits.
     """
     rank, world_size = rank_and_size(group)
     mirror = world_size - 1 - rank
-    first, second = ([p.grad for p in stage.parameters() if p.requires_grad] for stage in stages)
+    for stage in stages:
+        for parameter in stage.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    first, second = ([w.grad for w in stage.parameters() if w.requires_grad] for stage in stages)
     if first + second:
         flat = torch.cat([grad.flatten() for grad in first + second])
         other = torch.empty_like(flat)
@@ -1248,17 +1271,17 @@ def sum_replicas(stages, group=None):
 
 def _demonstrate():
     rank, world_size = rank_and_size()
-    B, D, m = 16, 32, 8
+    rows, width, m = 16, 32, 8
     torch.manual_seed(0)
     store = WeightGradStore()
-    make_stage = lambda: nn.Sequential(DeferredLinear(D, D, defer=store), nn.Tanh())
+    make_stage = lambda: nn.Sequential(DeferredLinear(width, width, defer=store), nn.Tanh())
     model = nn.Sequential(*[make_stage() for _ in range(world_size)]).double()
     stage = model[rank]
-    inputs, targets = torch.randn(2, B, D, dtype=torch.float64)
-    loss_fn = lambda output, target: (output - target).square().sum() / (B * D)
+    inputs, targets = torch.randn(2, rows, width, dtype=torch.float64)
+    loss_fn = lambda output, target: (output - target).square().sum() / (rows * width)
     loss_fn(model(inputs), targets).backward()
     expected = [parameter.grad for parameter in stage.parameters()]
-    like = {"shape": (B // m, D), "dtype": inputs.dtype}
+    like = {"shape": (rows // m, width), "dtype": inputs.dtype}
     for name in ("gpipe", "1f1b", "zb-h1"):
         model.zero_grad()
         pipeline = Pipeline(stage, SCHEDULES[name](world_size, m), loss_fn, defer=store, **like)

@@ -363,12 +363,12 @@ def _weight_gradient(weight, dy, x, store):
     if not is_plain_leaf(weight):
         return a @ b
     lend = getattr(weight, "lend_gradient", None)
-    place = lend() if lend and store.lends else None
+    place = lend() if lend and store.accumulates else None
     if place is not None:
         gradient, holds_sum = place
         _multiply_into(gradient, a, b, beta=int(holds_sum))
         return gradient
-    if weight.grad is None or not store.adds:
+    if weight.grad is None or not store.accumulates:
         return a @ b
     _multiply_into(weight.grad, a, b, beta=1)
     return None
@@ -393,9 +393,9 @@ def _multiply_into(total, a, b, beta):
         total.add_(a @ b)
 
 
-# A WeightGradStore that does nothing. open: it takes deferred products; lends: dW is written into
-# memory that the weight lends; adds: dW is added to .grad.
-NO_STORE = SimpleNamespace(open=False, lends=False, adds=False)
+# A WeightGradStore that does nothing. open: it takes deferred products; accumulates: dW is written
+# into memory that the weight lends, or added to .grad.
+NO_STORE = SimpleNamespace(open=False, accumulates=False)
 
 
 def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):

@@ -4,6 +4,7 @@ import copy
 import random
 import re
 import sys
+from collections import Counter, deque
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate, product
@@ -24,8 +25,8 @@ from gpu_counts import batches, nccl_over_gloo, waits
 from pipeline import (
     SCHEDULES, SHORT, Action, DeferredLinear, Pipeline, Schedule, WeightGradStore, bubble_time,
     draw, dualpipe, dualpipe_v, formulas_hold, forward_only, gpipe, gpipe_step, interleaved,
-    one_f_one_b, one_f_one_b_step, peak_activations, pipeline_bytes, program, simulate, sum_replicas, zb_h1,
-    zb_h2, zb_v,
+    one_f_one_b, one_f_one_b_step, peak_activations, pipeline_bytes, program, simulate,
+    sum_replicas, zb_h1, zb_h2, zb_v,
 )
 from ranks import on_ranks, run, soak
 from replicas import demonstration, interleaved_group
@@ -139,8 +140,10 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
             assert [row.strip() for row in rows] == told, name
     pairs = zip(draw(gpipe(3, 5)).splitlines(), draw(one_f_one_b(3, 5)).splitlines())
     drawn = [tuple(row.removeprefix(f"rank {r}  ") for row in pair) for r, pair in enumerate(pairs)]
-    steps = [(verb, getattr(what, "action", what)) for verb, what in program(one_f_one_b(2, 2), 0)]
-    words = [f"{verb} {action.kind}{action.microbatch}" for verb, action in steps]
+    words = []
+    for verb, subject in program(one_f_one_b(2, 2), 0):
+        action = subject[0] if verb == "do" else subject.action
+        words.append(f"{verb} {action.kind}{action.microbatch}")
     assert ": " + ", ".join(words) + "." in " ".join(program.__doc__.split())
     assert re.findall(r"([.FB\d]{20,}) +([.FB\d]{20,})", pipeline.__doc__) == drawn
 
@@ -454,6 +457,22 @@ def test_replicas_of_bf16_weights_are_summed_in_fp32_in_one_batch_for_which_no_h
     assert count == {"batches": 1, "off 16": 0} and not waited
     assert layer.weight.grad.eq(257).all() and layer.bias.grad.eq(257).all()
     sum_replicas([nn.Tanh(), nn.Tanh()])
+    if rank == 1:
+        layer.bias.grad = None  # none of its microbatches has used it
+    sum_replicas(stages)
+    assert layer.weight.grad.eq(514).all() and layer.bias.grad.eq(257).all()
+
+
+@pytest.mark.parametrize("shape", [(4,), (0, 4), (2, 3, 4)])
+def test_a_deferred_linear_layer_takes_inputs_of_any_shape(shape):
+    plain = nn.Linear(4, 3).double()
+    layer = DeferredLinear(4, 3, defer=WeightGradStore()).double()
+    layer.load_state_dict(plain.state_dict())
+    x, dy = torch.randn(*shape).double(), torch.randn(*shape[:-1], 3).double()
+    for module in (plain, layer):
+        module(x).backward(dy)
+    for one, other in zip(plain.parameters(), layer.parameters()):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def _executed(name, m):
@@ -476,7 +495,7 @@ def _executed(name, m):
 
 
 def _programmed(schedule, rank):
-    """Return the same list from a rank's program, and its transfers in the order of posting."""
+    """Return the same list from a rank's program."""
     steps, numbers = [], {}
     for verb, subject in program(schedule, rank):
         if verb == "wait":
@@ -484,31 +503,64 @@ def _programmed(schedule, rank):
         elif verb in ("receive", "send"):
             numbers[subject] = len(steps)
             steps.append((verb, subject.source + subject.destination - rank, 12))
-    return steps, [*numbers]
+    return steps
+
+
+def _finishes(schedule):
+    """Return whether all programs end on NCCL, where a rank's messages are done in their order.
+
+    A message is done once both ranks have come to it. A wait blocks until then.
+    """
+    rows = [deque(program(schedule, rank)) for rank in range(len(schedule))]
+    queues = [deque() for _ in rows]
+    done = set()
+    progress = True
+    while progress:
+        progress = False
+        for row, queue in zip(rows, queues):
+            while row and (row[0][0] != "wait" or row[0][1] in done):
+                verb, subject = row.popleft()
+                queue.extend([subject] if verb in ("send", "receive") else [])
+                progress = True
+        heads = Counter(queue[0] for queue in queues if queue)
+        meeting = {transfer for transfer, ranks in heads.items() if ranks == 2}
+        done |= meeting
+        for queue in queues:
+            if queue and queue[0] in meeting:
+                queue.popleft()
+                progress = True
+    return not any(rows) and not any(queues)
+
+
+def test_a_rank_may_use_what_it_receives_in_any_order():
+    """It then posts more receives than there are ranks. The oldest inputs are used last."""
+    m = 5
+    order = range(m)
+    first = [Action("F", i) for i in order] + [Action("B", i) for i in reversed(order)]
+    last = [Action(kind, i) for i in reversed(order) for kind in "FB"]
+    schedule = Schedule([first, last])
+    verbs = [verb for verb, _ in program(schedule, 1)]
+    assert verbs.index("wait") == verbs.index("do") - 1 == m
+    assert _finishes(schedule)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_step_follows_its_program_which_finishes_on_nccl_and_sends_what_it_claims(name):
-    """At most p + 1 sends are pending at a time, and the host waits for all messages."""
+    """Of sends at most p + 1 are pending, of receives p, and the host waits for all messages."""
     for p, m in _sizes_of(name, [(2, 1), (2, 4), (3, 6), (4, 8), (6, 12), (8, 32)]):
-        programs, queues = zip(*(_programmed(ALL[name](p, m), rank) for rank in range(p)))
+        programs = [_programmed(ALL[name](p, m), rank) for rank in range(p)]
         for rank, steps in enumerate(programs):
             waited = sorted(number for verb, number, _ in steps if verb == "wait")
             assert waited == [i for i, (verb, *_) in enumerate(steps) if verb != "wait"]
-            is_sent = lambda verb, number: verb == "wait" and steps[number][0] == "send"
-            changes = [(verb == "send") - is_sent(verb, number) for verb, number, _ in steps]
-            most = max(accumulate(changes), default=0)
-            assert most == 0 or min(m, 2) <= most <= p + 1
+            of = lambda what, verb, number: verb == "wait" and steps[number][0] == what
+            for what, limit in (("send", p + 1), ("receive", p)):
+                changes = [(verb == what) - of(what, verb, number) for verb, number, _ in steps]
+                most = max(accumulate(changes), default=0)
+                assert most <= limit and (most == 0 or what == "receive" or most >= min(m, 2))
             sent = [nbytes for verb, _, nbytes in steps if verb == "send"]
             if name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2"):  # a chunk on each rank
                 assert sum(sent) == pipeline_bytes(rank, p, m, 12)
-        # It finishes even if each message blocks a rank until its peer has reached it, too.
-        heads = lambda: [queue[0] for queue in queues if queue]
-        while meeting := {transfer for transfer in heads() if heads().count(transfer) == 2}:
-            for queue in queues:
-                if queue and queue[0] in meeting:
-                    queue.pop(0)
-        assert not any(queues)
+        assert _finishes(ALL[name](p, m))
         if p <= 4:
             assert run(p, _executed, name, m) == [*programs]
 
@@ -683,7 +735,7 @@ class Synced(DeferredLinear):
         super().__init__(4, 4, defer=store)
         self.events, self.inside = [], False
         self.weight.register_post_accumulate_grad_hook(
-            lambda _: None if store.open else self.note("gradient", self.inside, store.adds)
+            lambda _: None if store.open else self.note("gradient", self.inside, store.accumulates)
         )
 
     def note(self, *event):
@@ -723,7 +775,7 @@ def test_a_chunk_starts_to_reduce_in_its_last_action_or_in_each_with_sync_each(
 ):
     """A W starts the reduction before its own gradients exist. shared: all chunks are one module.
 
-    In a B or W that does not reduce, a layer may add to .grad itself.
+    In a B or W, a layer may add to .grad itself.
     """
     for p, m in _sizes_of(name, [(1, 1), (1, 4), (2, 4), (4, 8)]):
         schedule = SCHEDULES[name](p, m)
@@ -733,8 +785,7 @@ def test_a_chunk_starts_to_reduce_in_its_last_action_or_in_each_with_sync_each(
                 for i, action in enumerate(own):
                     syncs = sync_each or i == len(own) - 1
                     expected += [action.kind, *[("start", False)] * (action.kind == "W" and syncs)]
-                    adds = not syncs
-                    expected += [("gradient", not syncs, adds)] * (action.kind in "BW")
+                    expected += [("gradient", not syncs, True)] * (action.kind in "BW")
                 assert events == expected
 
 

@@ -537,7 +537,7 @@ def test_a_layer_writes_its_weights_gradient_where_the_sum_is_taken_from(kind, s
     model = FullyShardedDataParallel(net, **how)
     for i, own in enumerate(batches[:, dist.get_rank()]):
         is_last = i == len(batches) - 1
-        with nullcontext() if is_last else model.no_sync(), store.during(reduces=is_last):
+        with nullcontext() if is_last else model.no_sync(), store.during():
             loss = model(own).square().mean()
             with PassesOver() as passes:
                 loss.backward()
@@ -572,7 +572,7 @@ def test_a_layer_that_accepts_no_loan_has_its_products_added_in_the_dtype_of_the
                                      reduce_dtype=torch.float32)  # fmt: skip
     with patch.object(tensor_parallel, "_accept_lent", lambda weight: None):
         for x in (256.0, 1.0):
-            with nullcontext() if x == 1 else model.no_sync(), store.during(reduces=x == 1):
+            with nullcontext() if x == 1 else model.no_sync(), store.during():
                 model(torch.full((1, 1), x)).sum().backward()
     assert net.weight.grad.item() == 257
 
