@@ -1015,7 +1015,6 @@ class Membership:
     ranks_per_node: see set_ranks_per_node(); by_backend: see set_backend_collectives()
     queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
     device: where barrier() and gather_objects() make their tensors; the CPU if the group has gloo
-    compared: the sizes of parts that check_parts() in tensor_parallel.py has compared
     """
 
     def __init__(self, group):
@@ -1023,7 +1022,6 @@ class Membership:
         self.ranks = dist.get_process_group_ranks(group)
         self.ranks_per_node = len(self.ranks)
         self.by_backend = False
-        self.compared = set()
         self.queues = {}
         self.thread = _Thread(group)
         self.device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"

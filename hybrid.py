@@ -588,9 +588,10 @@ class Trainer:
 
     def loss(self, logits, targets, num_tokens):
         """Return a microbatch's part of the loss: sum of its token losses / tokens of the batch."""
-        (start,) = (chunk.vocab_start for chunk in self.chunks if chunk.is_last)
-        arguments = logits.flatten(0, 1), targets.t().flatten(), start, IGNORE_INDEX
-        losses = vocab_parallel_cross_entropy(*arguments, self.mesh.tp_group, inplace=True)
+        losses = vocab_parallel_cross_entropy(
+            logits.flatten(0, 1), targets.t().flatten(), self.args.vocab_size, IGNORE_INDEX,
+            self.mesh.tp_group, inplace=True,
+        )  # fmt: skip
         return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):

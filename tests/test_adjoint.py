@@ -245,7 +245,7 @@ def vocabulary_and_attention_cases():
     tokens = torch.randint(3 * P, (2 * P, 2), generator=torch.Generator().manual_seed(0))
     target = tokens.flatten().index_fill(0, torch.tensor([1]), -100)
     for inplace in (False, True):
-        loss = lambda x: t.vocab_parallel_cross_entropy(x + 0, target, 3 * rank, inplace=inplace)
+        loss = lambda x: t.vocab_parallel_cross_entropy(x + 0, target, 3 * P, inplace=inplace)
         name = f"vocab_parallel_cross_entropy, {inplace=}"
         yield Case(name, "V -> I", loss, zeros((len(target), 3)))
     for sp in (False, True):
