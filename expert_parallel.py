@@ -18,11 +18,13 @@ upper floor keeps it balanced.
 
 A rank holds   E/P whole experts and a copy of the router
 It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its backward, if each
-               rank has N tokens of width D (elsewhere h) and routing is even
+               rank has N tokens of width D (h in other files) and routing is even
 Overlap        on the upper floor, some tokens travel while experts compute others, and while
                another microbatch computes, as in DeepSeek's DualPipe
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
-               split one expert over several ranks. DeepEP has kernels for both all-to-alls
+               split one expert over several ranks. DeepEP has kernels for both all-to-alls, and
+               sends a token once to a rank that has several of its experts; here, as in
+               Megatron-LM's all-to-all, it travels once for each of them
 
 Shazeer et al., "Outrageously Large Neural Networks", 2017. Lepikhin et al., "GShard", 2021. Fedus
 et al., "Switch Transformers", 2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free
@@ -58,7 +60,7 @@ def switch(x, experts, compute, group=None):
     rows_from = [2, 2]. At the end, order.argsort() = 2 0 1 turns t1 t2 t0 into t0 t1 t2.
 
     x: (N, D), this rank's tokens, whose sequences are flattened.
-    experts: (N,), of which expert i is on rank i.
+    experts: (N,), the expert of each token. Expert i is on rank i.
     compute: this rank's expert, (M, D) -> (M, D). It keeps the order of rows, and M may be 0.
     All ranks must call switch() and run its backward, also one without tokens, or others wait.
     Types (see "derivatives" in collectives.py): x and what compute() uses are V, tensors of this
@@ -105,11 +107,11 @@ def switch_layer(x, router, compute, group=None):
 # ==== upper floor =================================================================================
 #
 # This is expert parallelism: a router's choice, and two all-to-alls around the experts. What
-# follows sends a token to k experts, of which a rank has several, and in two hops where they are on
-# several nodes, so that it crosses to a node only once. A layer can be divided into parts, some of
-# which travel while others are computed. Then come the router and what keeps it balanced, the
-# experts, and the layer. The layer can have shared experts, which all tokens use, and drops tokens
-# only if its experts have a limited capacity.
+# follows sends a token to k experts, of which a rank has several. Then come the router and what
+# keeps it balanced, the experts, and the layer. The layer can have shared experts, which all tokens
+# use, and drops tokens only if its experts have a limited capacity. Two sections make it faster and
+# can be skipped at first: a layer in parts, some of which travel while others are computed, and two
+# hops to experts on other nodes, so that a token crosses to a node only once.
 
 # ---- dispatch and combine ------------------------------------------------------------------------
 #
@@ -143,35 +145,48 @@ def dispatch_and_combine(
     """Send each token to the ranks of its experts, compute there, and return the weighted sums.
 
     x: (N, D). experts (-1 for none), weights: (N, k). Expert e is on rank e * P // num_experts.
-    compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
-        sorted by expert. `sizes` (a list) and `counts` (a tensor) are the experts' row counts.
-    shared: a module whose output for x is added. With several parts, or with hand_over, it computes
-        while the first part travels. Otherwise it is launched before the host waits for counts.
-    parts: see "a layer in parts". compute() is called for each part, and all ranks pass the same.
-    hand_over: see MoE.
+    compute: compute(rows, sizes, sizes_on_device) applies this rank's G experts to (M, D) rows,
+        which are sorted by expert. Both sizes, a list and a tensor, are the experts' row counts.
+    shared: a module whose output for x is added.
+    parts: the number of parts in which tokens travel: see "a layer in parts". compute() is called
+        for each part, and all ranks pass the same number.
+    hand_over: None, or a function to call before waiting for rows, in which another microbatch
+        can compute (Turns in pipeline.py).
     Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
     """
-    counts = Counts(experts, num_experts, group, parts, hand_over)
-    if parts > 1 or hand_over is not None:
-        at_experts = lambda hop, rows: compute(rows, hop.sizes, hop.counts)
-        return run_in_parts(counts, [x], at_experts, weights, shared)
-    shared_y = shared(x) if shared is not None else None
-    (hop,) = counts.wait()
+    plan = DispatchPlan(experts, num_experts, group, parts, hand_over)
+    at_experts = lambda hop, rows: compute(rows, hop.sizes, hop.sizes_on_device)
+    return carry(plan, [x], at_experts, weights, shared)
+
+
+def carry(plan, tensors, compute, weights=None, shared=None):
+    """Carry rows of the tensors (N, ...) to experts and results back. Return sums, (N, D).
+
+    plan: a DispatchPlan. compute: compute(hop, *rows), from rows to results. The first tensor is x.
+    weights, shared: those of dispatch_and_combine(), or None. With several parts, or with
+        hand_over, shared() computes while the first part travels. Otherwise it is launched before
+        the host waits for counts.
+    """
+    if len(plan.num_tokens) > 1 or plan.hand_over is not None:
+        return run_in_parts(plan, tensors, compute, weights, shared)
+    shared_y = shared(tensors[0]) if shared is not None else None
+    (hop,) = plan.hops()
     # a variable for the results would keep them in memory while a reordered copy travels back
-    y = hop.combine(compute(hop.dispatch(x), hop.sizes, hop.counts), weights)
+    y = hop.combine(compute(hop, *map(hop.dispatch, tensors)), weights)
     return y if shared is None else y + shared_y
 
 
-class Counts:
+class DispatchPlan:
     """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
 
     The arguments are those of dispatch_and_combine(). Part i of N tokens has num_tokens[i] of them,
-    which may be none. wait() yields a Hop for each part. On rank 0 of the picture above,
+    which may be none. hops() yields a Hop for each part. On rank 0 of the picture above,
     experts = 2 0 1 and G = 2. Counts are indexed by [rank][local expert]:
 
-        Counts()    order = 1 2 0, send_counts = [[1, 1], [1, 0]], receive_counts = [[1, 1], [2, 0]]
-        wait()      rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1,
-                    by_rank = 0 3 1 2, the inverse of by_expert
+        DispatchPlan()  order = 1 2 0, send_counts = [[1, 1], [1, 0]],
+                        receive_counts = [[1, 1], [2, 0]]
+        Hop             rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1,
+                        by_rank = 0 3 1 2, the inverse of by_expert
     """
 
     def __init__(self, experts, num_experts, group=None, parts=1, hand_over=None):
@@ -190,14 +205,14 @@ class Counts:
         both = torch.stack([send_counts, receive_counts])[..., : parts * num_local]
         both = both.unflatten(2, (parts, num_local)).transpose(1, 2)  # (2, parts, P, G)
         self.receive_counts = both[1]
-        # start the copy now, so that wait() need not wait for kernels launched after the copy
+        # start the copy now, so that hops() need not wait for kernels launched after the copy
         self.on_host = both.to("cpu", non_blocking=True)
         if experts.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
         # The i-th choice of a token has number token * k + i. Sorting by expert sorts by rank, too.
         self.orders = [part.flatten().argsort(stable=True) for part in choices]
 
-    def wait(self):
+    def hops(self):
         """Wait for the counts, and yield a Hop for each part, which knows which rows go where."""
         if self.receive_counts.is_cuda:
             self.copied.synchronize()
@@ -215,18 +230,18 @@ class Hop:
         combine()   takes results in this order, sends t1 t2 | t3 t4 back, receives t1 t2 | t0
     """
 
-    def __init__(self, counts, num_tokens, order, sent, received, receive_counts):
-        """counts: the Counts. The others are those of one part, see there."""
-        self.group, self.num_tokens = counts.group, num_tokens
-        self.hand_over = counts.hand_over
+    def __init__(self, plan, num_tokens, order, sent, received, receive_counts):
+        """plan: the DispatchPlan. The others are those of one part, see there."""
+        self.group, self.num_tokens = plan.group, num_tokens
+        self.hand_over = plan.hand_over
         self.rows_to = [sum(of_rank) for of_rank in sent]
         self.rows_from = [sum(of_rank) for of_rank in received]
         self.sizes = [sum(of_expert) for of_expert in zip(*received)]
-        self.counts = receive_counts.sum(0)
+        self.sizes_on_device = receive_counts.sum(0)
         self.cells = receive_counts.flatten()  # the rows of each source and expert
         # choices of -1 come first in the order, and are removed
         self.order = order[len(order) - sum(self.rows_to) :]
-        self.token = self.order // counts.k
+        self.token = self.order // plan.k
 
     @cached_property  # computed while the first rows travel
     def by_expert(self):
@@ -252,6 +267,7 @@ class Hop:
     def combine(self, rows, weights=None):
         """Send results (M, D) back. Return sums per token (N, D), weighted if weights are given.
 
+        Weights are cast to the dtype of the rows, in which products and sums are rounded, too.
         Types of rows and weights: V, V -> V.
         """
         rows = self.unsort(rows)
@@ -268,7 +284,11 @@ class Hop:
         return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
 
     def begin_dispatch(self, x, hand_over=None):
-        """Begin what dispatch() does; return what end_dispatch() takes. hand_over: see MoE."""
+        """Begin what dispatch() does; return what end_dispatch() takes.
+
+        hand_over: what to call before waiting for the rows. Short ones need none, since they have
+            arrived with the long ones.
+        """
         rows = x.index_select(0, self.token)
         return post_rows(rows, self.rows_from, self.rows_to, self.group, hand_over)
 
@@ -297,7 +317,10 @@ class Hop:
 
 
 class _Permuted(torch.autograd.Function):
-    """Return rows[order]. Autograd, which cannot know that each row is taken once, would add."""
+    """Return rows[order]. Backward applies the inverse permutation.
+
+    Autograd's own would add to zeros, since for all it knows a row is taken several times.
+    """
 
     @staticmethod
     def forward(ctx, rows, order, inverse):
@@ -335,40 +358,391 @@ def count_choices(experts, num_experts):
     return counts.scatter_add_(0, choices.clamp(min=0), (choices >= 0).long())
 
 
-def two_hops(
-    x, experts, weights, num_experts, compute, node_group, cross_group, shared=None, parts=1,
-    hand_over=None,
-):
-    """Do what dispatch_and_combine() does, but let a token cross to each node at most once.
+# ---- router and balance --------------------------------------------------------------------------
+#
+# A router tends to overuse a few experts, and its logits tend to grow. There are three remedies,
+# and MoE's capacity_factor, which limits the rows of an expert and drops the others:
+#
+#     balance loss  E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
+#                   p_i is the mean probability of expert i (GShard, Switch)
+#     bias          a number per expert, added to its score for the choice only, not for the weight.
+#                   It is lowered for busy experts and raised for less busy ones (DeepSeek)
+#     z-loss        the mean of logsumexp(logits)^2, which keeps the logits small (ST-MoE)
 
-    node_group: the ranks of this node. cross_group: the ranks at this rank's place in all nodes.
+# The routing of N tokens: (N, k) experts and their weights, (N, E) probabilities and logits.
+Routing = namedtuple("Routing", "experts weights probabilities logits")
 
-    First hop: each token goes once to every node that holds one of its experts, together with its
-    choices and weights. Second hop: an ordinary dispatch inside the node. The weighted results are
-    summed there, and one row per token and node returns. Zhao et al., "DeepEP", 2025.
-    The types over all ranks are those of dispatch_and_combine(). Each of the parts that cross is
-    dispatched inside the node in as many parts again.
+
+class Router(nn.Module):
+    """Choose the k experts of each token and the weights of their results, in fp32 or higher.
+
+    top_k: k. Among equal scores the expert with the lowest number wins.
+    score: "softmax" of the logits, or "sigmoid" of each, as in DeepSeek-V3. Weights are the scores
+        of the chosen experts divided by their sum; for k = 1 the weight is the score itself, since
+        the quotient would always be 1 and the router would get no gradient.
+    n_group, topk_group: the experts form n_group groups, such as one per node. A token uses only
+        experts of topk_group groups, those in which the two highest scores have the largest sum.
+
+    The buffer `bias` is added to scores for the choice only. Raises ValueError if score is unknown,
+    n_group does not divide num_experts, there are no topk_group groups, or they have fewer than
+    top_k experts.
     """
-    node, num_nodes = rank_and_size(cross_group)
-    per_node = num_experts // num_nodes
-    nodes = torch.arange(num_nodes, device=x.device)
-    node_of = experts // per_node  # (N, k); -1 stays -1
-    is_needed = (node_of.unsqueeze(2) == nodes).any(1)  # (N, num_nodes)
-    # the experts of the first hop are the nodes
-    counts = Counts(nodes.where(is_needed, -1), num_nodes, cross_group, parts, hand_over)
 
-    def in_node(hop, rows, experts, weights):
-        is_here = experts // per_node == node
-        experts = (experts % per_node).where(is_here, -1)
-        args = rows, experts, weights, per_node, compute, node_group
-        return dispatch_and_combine(*args, parts=parts, hand_over=hand_over)
+    def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
+        super().__init__()
+        topk_group = n_group if topk_group is None else topk_group
+        if score not in ("softmax", "sigmoid"):
+            raise ValueError(f"{score=} is neither 'softmax' nor 'sigmoid'")
+        if num_experts % n_group:
+            raise ValueError(f"{num_experts=} is not divisible by {n_group=}")
+        if not 1 <= topk_group <= n_group:
+            raise ValueError(f"{topk_group=} is not from 1 to {n_group=}")
+        reachable = topk_group * num_experts // n_group
+        if not 1 <= top_k <= reachable:
+            where = f"{num_experts=}, {n_group=}, {topk_group=}"
+            raise ValueError(f"{top_k=} is not from 1 to {reachable}: {where}")
+        self.top_k, self.score = top_k, score
+        self.n_group, self.topk_group = n_group, topk_group
+        self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
+        self.register_buffer("bias", torch.zeros(num_experts))
 
-    if parts > 1 or hand_over is not None:
-        return run_in_parts(counts, [x, experts, weights], in_node, None, shared)
-    shared_y = shared(x) if shared is not None else None
-    (hop,) = counts.wait()
-    y = hop.combine(in_node(hop, *map(hop.dispatch, (x, experts, weights))))
-    return y if shared is None else y + shared_y
+    def forward(self, x):
+        """Return the Routing of x, (N, D)."""
+        with torch.autocast(x.device.type, enabled=False):
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            logits = FullPrecisionLinear.apply(x.to(dtype), self.weight.to(dtype))  # (N, E)
+            if self.score == "softmax":
+                scores = probabilities = logits.softmax(-1)
+            else:
+                scores = logits.sigmoid()
+                probabilities = _normalized(scores)
+            experts = self.choose(scores.detach() + self.bias)
+            weights = scores.gather(1, experts)
+            weights = _normalized(weights) if self.top_k > 1 else weights
+        return Routing(experts, weights, probabilities, logits)
+
+    def choose(self, scores):
+        """Return the experts (N, k) that have the highest of the scores (N, E), best first."""
+        if self.topk_group < self.n_group:
+            groups = scores.unflatten(1, (self.n_group, -1))  # (N, n_group, E/n_group)
+            sums = groups.topk(min(2, groups.shape[2])).values.sum(2)
+            chosen = _best(sums, self.topk_group)
+            left_out = torch.ones_like(sums, dtype=bool).scatter(1, chosen, False)
+            scores = groups.masked_fill(left_out.unsqueeze(2), -torch.inf).flatten(1)
+        return _best(scores, self.top_k)
+
+    def _apply(self, function, recurse=True):
+        """Move and convert the tensors, as any module does, but keep the bias in fp32."""
+        bias = self.bias  # which 16 bits would round, and lose small updates
+        super()._apply(function, recurse)
+        if not bias.is_meta:  # else it has no values to keep
+            self.bias = bias.to(self.bias.device)
+        self.bias = self.bias.float()
+        return self
+
+    def update_bias(self, loads, rate=0.001):
+        """Raise the bias of experts with less than the mean load, and lower it for those with more.
+
+        loads: (E,), how often all ranks chose each expert, in all microbatches of a step.
+        """
+        excess = loads - loads.double().mean()
+        self.bias.sub_(rate * excess.sign().to(self.bias.dtype))
+
+
+def _normalized(scores):
+    # all scores may have underflowed to 0
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def _best(scores, count):
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+@contextmanager
+def full_precision(device):
+    """Compute products inside in the dtype of their tensors, without TF32 and without autocast."""
+    products = torch.backends.cuda.matmul
+    precision = products.fp32_precision
+    products.fp32_precision = "ieee"
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        products.fp32_precision = precision
+
+
+class FullPrecisionLinear(torch.autograd.Function):
+    """Return x W^T, (N, E), for x (N, D) and W (E, D), in full precision also in backward.
+
+    With torch.set_float32_matmul_precision("high"), a GPU rounds the factors of fp32 products to
+    TF32, whose mantissa has 10 bits, and tokens with close scores change their experts. PyTorch
+    reads the setting when a product is launched, so it can be changed for one product, and costs
+    about 1 us of the host. The product itself is slower, but small: it has 2 N D E FLOPs, and on an
+    H100 runs at 67 TFLOP/s in fp32 and at 495 in TF32.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        with full_precision(x.device):
+            return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        with full_precision(x.device):
+            return dy @ weight, dy.t() @ x
+
+
+def balance_loss(probabilities, loads, tokens):
+    """Return this rank's part of Switch's loss E sum_i f_i p_i, which is 1 if all loads are equal.
+
+    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. loads:
+    (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
+    Types: probabilities V -> P.
+    """
+    fractions = loads.to(probabilities.dtype) / loads.sum()
+    return len(loads) * (fractions * probabilities.sum(0)).sum() / tokens
+
+
+def router_z_loss(logits, tokens):
+    """Return this rank's part of the mean of logsumexp(logits)^2 over all ranks' tokens. V -> P."""
+    return logits.logsumexp(-1).square().sum() / tokens
+
+
+# ---- experts and the layer -----------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """This rank's experts. Each is an MLP, D -> ffn_hidden -> D, without biases.
+
+    The zero-bubble schedules of pipeline.py do not defer the gradients of these matrices.
+
+    activation: a module for what lies between the matrices w_in and w_out. By default it is GELU.
+    gated: whether it maps 2 ffn_hidden numbers, a gate and a value for each, to ffn_hidden.
+    """
+
+    def __init__(self, num_local, hidden, ffn_hidden, activation=None, gated=False):
+        super().__init__()
+        rows = 2 * ffn_hidden if gated else ffn_hidden
+        self.w_in = nn.Parameter(torch.randn(num_local, rows, hidden) * hidden**-0.5)
+        self.w_out = nn.Parameter(torch.randn(num_local, hidden, ffn_hidden) * ffn_hidden**-0.5)
+        self.activation = activation or nn.GELU(approximate="tanh")
+
+    def forward(self, x, sizes, sizes_on_device):
+        """Apply each expert to its rows of x, (M, D). See `compute` of dispatch_and_combine()."""
+        w_in = self.w_in.to(x.dtype)
+        w_out = self.w_out.to(x.dtype)
+        # F.grouped_mm() is fast in bfloat16. Row lengths must be multiples of 8 (16 bytes).
+        is_aligned = not any(width % 8 for width in w_out.shape[1:])
+        if x.dtype == torch.bfloat16 and is_aligned and len(x) > 0:
+            x = self.activation(_grouped(x, w_in, sizes, sizes_on_device))
+            return _grouped(x, w_out, sizes, sizes_on_device)
+        mlp = lambda rows, up, down: F.linear(self.activation(F.linear(rows, up)), down)
+        return torch.cat([*map(mlp, x.split(sizes), w_in, w_out)])
+
+
+def _grouped(x, weight, sizes, sizes_on_device):
+    """Multiply each expert's rows by its matrix, in one kernel: (M, a), (G, b, a) -> (M, b)."""
+    matrices = weight.transpose(1, 2)
+    if 0 in sizes and matrices.requires_grad:
+        # on some GPUs the kernel does not write the gradients of experts that have no rows
+        is_idle = (sizes_on_device == 0).view(-1, 1, 1)
+        matrices.register_hook(lambda grad: grad.masked_fill(is_idle, 0))
+    return F.grouped_mm(x, matrices, offs=sizes_on_device.cumsum(0, dtype=torch.int32))
+
+
+class AddLossAndTally(torch.autograd.Function):
+    """Return x. In backward, give `losses` the gradient `factors`, and add `counted` to `tally`.
+
+    The model's loss does not depend on `losses`, so backward would not reach them otherwise.
+    As with Megatron-LM's MoEAuxLossAutoScaler, a loss can be computed inside the model without
+    becoming an output. Recomputation repeats only the forward, so nothing is added twice. `factors`
+    is read in backward, so it may change after forward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, losses, factors, counted, tally):
+        ctx.dtype, ctx.factors = losses.dtype, factors
+        ctx.counted, ctx.tally = counted, tally
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.tally.add_(ctx.counted)
+        return dy, ctx.factors.to(ctx.dtype, copy=True), None, None, None
+
+
+class MoE(nn.Module):
+    """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
+
+    Every token is routed and balanced, padding included: it takes room within capacity_factor, and
+    counts in the balance loss, the z-loss and the tally. Leave padding out of x if it should not
+    count.
+
+    tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dimension 0,
+        and the results are gathered. The caller must sum each parameter's gradients over the ranks
+        of tp_group that hold copies of it. With None, every rank has tokens of its own.
+    capacity_factor: each expert takes the first ceil(capacity_factor x N k / E) of the choices that
+        fall on it from a rank's N tokens, in the order of the tokens. (GShard takes all first
+        choices before second ones.) The others are dropped, and add nothing to the result.
+    shared_experts: the number of experts that every token uses in addition.
+    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(). The layer
+        does not return these losses, but backward adds their gradients. 0 switches a loss off.
+    loss_scale: a further factor of both losses, which set_loss_scale() can change. Pass
+        1 / microbatches if gradients are summed over the grid of balance_groups, or
+        R / microbatches if they are averaged over R of its ranks.
+    balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
+        losses are means over the tokens that all ranks of the grid route, and cost an all-reduce of
+        E counts over each group. By default, the grid is this rank alone.
+    nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
+    activation, gated: of experts and shared experts, see Experts.
+    parts: compute the layer in so many parts of the tokens, while others travel: see "a layer in
+        parts". All ranks of `group` pass the same number.
+    router: further arguments of Router.
+
+    The attribute hand_over is None, or a function that the layer calls while its rows travel, so
+    that something else can compute meanwhile: see Turns in pipeline.py. If it posts messages, all
+    ranks of `group` must have one that posts the same.
+
+    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
+    router and of the shared experts are R: the gradients of their copies must be summed.
+
+    Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
+    dropped, and this rank's parts of the two losses. After a step the caller sums the tallies over
+    the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the tally to 0.
+
+    Raises ValueError if P does not divide num_experts, or if capacity_factor or parts is not
+    positive.
+    """
+
+    def __init__(
+        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None,
+        capacity_factor=None, shared_experts=0, balance_coefficient=0.0, z_coefficient=0.0,
+        loss_scale=1.0, balance_groups=(), nodes=None, activation=None, gated=False, parts=1,
+        **router,
+    ):
+        super().__init__()
+        _, world_size = rank_and_size(group)
+        if num_experts % world_size:
+            raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"{capacity_factor=} leaves no room for a token")
+        if parts < 1:
+            raise ValueError(f"{parts=} is less than 1")
+        self.num_experts, self.capacity_factor = num_experts, capacity_factor
+        self.group, self.nodes = group, nodes
+        self.parts = parts
+        self.hand_over = None
+        self.tp_group, self.balance_groups = tp_group, balance_groups
+        self.has_losses = bool(balance_coefficient or z_coefficient)
+        self.router = Router(hidden, num_experts, top_k, **router)
+        self.experts = Experts(num_experts // world_size, hidden, ffn_hidden, activation, gated)
+        self.shared = None
+        if shared_experts:
+            width = shared_experts * ffn_hidden
+            up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
+            down = nn.Linear(width, hidden, bias=False)
+            self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
+        # Plain tensors, as DDP would broadcast buffers. They are on the CPU also if "meta" is the
+        # default device, because to_empty() would not give them memory.
+        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
+        coefficients = [balance_coefficient, z_coefficient]
+        self.coefficients = torch.tensor(coefficients, dtype=torch.float64, device="cpu")
+        self.factors = self.coefficients * loss_scale
+
+    @torch.no_grad()
+    def set_loss_scale(self, scale):
+        """Replace loss_scale by `scale`, a number or a scalar tensor, in later backward passes.
+
+        Autograd cannot tell the layer by what factor a program multiplies the main loss. So such a
+        program must call this for each layer before backward(). Otherwise the balance loss and the
+        z-loss keep their weight while that of the main loss changes. The scale is copied; if it is
+        a tensor on the layer's device, the host does not wait. With a GradScaler, and with n
+        microbatches that call backward() on loss / n:
+
+            one = torch.ones((), device=x.device)
+            layer.set_loss_scale(scaler.scale(one) / n)
+
+        Megatron-LM's MoEAuxLossAutoScaler.set_loss_scale() sets the scale of all layers at once.
+        """
+        if torch.is_tensor(scale):
+            self.coefficients = self.coefficients.to(scale.device)
+        self.factors.copy_(self.coefficients * scale)
+
+    def forward(self, x):
+        if self.tp_group is not None:
+            x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
+        tokens = x.reshape(-1, x.shape[-1])  # (N, D)
+        routing = self.router(tokens)
+        with_losses = torch.is_grad_enabled()
+        # small messages go first, since they would wait for long ones if a group carries both
+        loads = self._loads(routing.experts) if with_losses else None
+        # under autocast the elements of rows have 16 bits, which halves the messages
+        tokens = autocasted(tokens)
+        experts = self._within_capacity(routing.experts)
+        args = tokens, experts, routing.weights, self.num_experts, self.experts
+        if self.nodes:
+            y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
+        else:
+            y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
+        if with_losses:
+            y = self._with_losses(y, routing, experts, *loads)
+        y = y.view(x.shape)
+        if self.tp_group is None:
+            return y
+        return gather_from_group(y, 0, self.tp_group)
+
+    def _loads(self, experts):
+        """Return how often this rank, and how often all ranks of the grid chose each expert."""
+        own = count_choices(experts, self.num_experts)
+        total = own.clone()
+        if self.has_losses:
+            for group in self.balance_groups:
+                all_reduce(total, group=group)
+        return own, total
+
+    def _with_losses(self, y, routing, experts, own_loads, total_loads):
+        """Return y, whose backward also computes the losses' gradients and adds to the tally."""
+        losses = y.new_zeros(2)  # balance loss, z-loss
+        if self.has_losses:
+            tokens = total_loads.sum() // self.router.top_k
+            balance = balance_loss(routing.probabilities, total_loads, tokens)
+            losses = torch.stack([balance, router_z_loss(routing.logits, tokens)])
+        dropped = (experts < 0).sum().view(1)
+        counted = torch.cat([own_loads.double(), dropped, losses.detach()])
+        self.tally = self.tally.to(y.device)
+        self.factors = self.factors.to(y.device)
+        self.coefficients = self.coefficients.to(y.device)
+        return AddLossAndTally.apply(y, losses, self.factors, counted, self.tally)
+
+    def _within_capacity(self, experts):
+        """Return the experts (N, k), with -1 for the choices that a full expert drops."""
+        if self.capacity_factor is None:
+            return experts
+        choices = experts.flatten()
+        capacity = len(choices) / self.num_experts * self.capacity_factor
+        # The choices 1 1 0 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
+        # Sorting moves them to positions 1 2 0 3, so their places in experts' queues are 0 1 0 2.
+        loads = count_choices(choices, self.num_experts)
+        begins = loads.cumsum(0) - loads
+        positions = choices.argsort(stable=True).argsort()
+        places = (positions - begins[choices]).double()
+        return experts.masked_fill(places.view_as(experts) >= capacity, -1)
+
+
+def tally_metrics(tallies, num_microbatches, with_losses):
+    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
+
+    expert_load: the largest load divided by the mean, in the worst layer. expert_dropped: the
+    fraction of choices dropped. balance_loss, z_loss: means over layers and microbatches.
+    """
+    counts, dropped, losses = tallies.split([tallies.shape[1] - 3, 1, 2], 1)
+    load = (counts.amax(1) / counts.mean(1)).max()
+    metrics = {"expert_load": load, "expert_dropped": dropped.sum() / counts.sum()}
+    if with_losses:
+        metrics["balance_loss"], metrics["z_loss"] = losses.mean(0) / num_microbatches
+    return metrics
 
 
 # ---- a layer in parts ----------------------------------------------------------------------------
@@ -380,44 +754,34 @@ def two_hops(
 #     router            shared       experts 1    experts 2    sums 1       sums 2
 #              counts   dispatch 1   dispatch 2   combine 1    combine 2
 #
-# In backward time goes to the left, since autograd begins with what forward launched last. There, a
-# dispatch or a combine carries the gradients of its rows the other way:
+# In backward time goes to the left in the same picture, without counts, since autograd begins with
+# what forward launched last. A dispatch or a combine then carries the gradients of its rows the
+# other way. In both directions, only dispatch 1 and combine 2 are exposed, as far as the shared
+# experts and the sums do not hide them. Every rank posts as many messages, also for parts in which
+# it has no token. Nothing else changes: a token's choices, what capacity drops and the order in
+# which a token's results are added are those of the whole. A matrix's gradient is the sum of those
+# of the parts, and each part needs kernels and batches of its own. So it pays if messages are long,
+# and if an expert's rows of a part still fill a GPU.
 #
-#     router            shared       experts 1    experts 2    sums 1       sums 2
-#                       dispatch 1   dispatch 2   combine 1    combine 2
-#
-# In both directions, only dispatch 1 and combine 2 are exposed, as far as the shared experts and
-# the sums do not hide them. Every rank posts as many messages, also for parts in which it has no
-# token. Nothing else changes: a token's choices, what capacity drops and the order in which a
-# token's results are added are those of the whole. A matrix's gradient is the sum of those of the
-# parts, and each part needs kernels and batches of its own. So it pays if messages are long, and if
-# an expert's rows of a part still fill a GPU.
-#
-# Before a layer waits for rows, it calls hand_over(), if it has one. There, pipeline.py lets a pass
-# of another microbatch compute until that pass has to wait for rows of its own.
+# Before a layer waits for rows, it calls hand_over(), if it has one. That call runs a pass of
+# another microbatch (pipeline.py), and returns when that pass has to wait for rows of its own.
 
 
-def run_in_parts(counts, tensors, compute, weights, shared):
-    """Dispatch, compute and combine each part of the tensors (N, ...), beside messages of others.
-
-    counts: the parts' Counts. compute: compute(hop, *rows), from the parts' rows to results.
-    weights, shared: those of dispatch_and_combine(), or None.
-    """
+def run_in_parts(plan, tensors, compute, weights, shared):
+    """Do what carry() does for each part of the tensors, beside the messages of other parts."""
     hops, leaving = [], deque()
-    pieces = zip(*[tensor.split(counts.num_tokens) for tensor in tensors])
-    for hop, (x, *others) in zip(counts.wait(), pieces):
+    pieces = zip(*[tensor.split(plan.num_tokens) for tensor in tensors])
+    for hop, (x, *others) in zip(plan.hops(), pieces):
         hops.append(hop)
         # the others are short, and arrive with x
-        leaving.append(
-            [hop.begin_dispatch(x, counts.hand_over), *map(hop.begin_dispatch, others)]
-        )
+        leaving.append([hop.begin_dispatch(x, plan.hand_over), *map(hop.begin_dispatch, others)])
     shared_y = shared(tensors[0]) if shared is not None else None
     returning = deque()
     for hop in hops:
-        # no variable keeps rows in memory for longer than they are needed
+        # a generator, which drops each journey as soon as its rows are taken
         rows = (hop.end_dispatch(*sent) for sent in leaving.popleft())
         returning.append(hop.begin_combine(compute(hop, *rows)))
-    of_parts = [None for _ in hops] if weights is None else weights.split(counts.num_tokens)
+    of_parts = [None for _ in hops] if weights is None else weights.split(plan.num_tokens)
     y = torch.cat([hop.end_combine(*returning.popleft(), w) for hop, w in zip(hops, of_parts)])
     return y if shared is None else y + shared_y
 
@@ -437,7 +801,7 @@ class Journey:
         self.gradient = None  # what arrives in backward
 
     def begin(self, rows, received, sent):
-        """Begin to send rows; return the tensor whose rows arrive until end()."""
+        """Begin to send rows; return the tensor that holds what is received once end() returns."""
         output = rows.new_empty(sum(received), *rows.shape[1:])
         options = {"group": self.group, "async_op": True}
         self.operation = all_to_all_single(output, rows.contiguous(), received, sent, **options)
@@ -502,384 +866,39 @@ def await_rows(rows, journey):
     return _Await.apply(rows, journey)
 
 
-# ---- router and balance --------------------------------------------------------------------------
-#
-# A router tends to overuse a few experts, and its logits tend to grow. There are three remedies,
-# and MoE's capacity_factor, which limits the rows of an expert and drops the others:
-#
-#     balance loss  E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
-#                   p_i is the mean probability of expert i (GShard, Switch)
-#     bias          a number per expert, added to its score for the choice only, not for the weight.
-#                   It is lowered for busy experts and raised for less busy ones (DeepSeek)
-#     z-loss        the mean of logsumexp(logits)^2, which keeps the logits small (ST-MoE)
-
-# The routing of N tokens: (N, k) experts and their weights, (N, E) probabilities and logits.
-Routing = namedtuple("Routing", "experts weights probabilities logits")
+# ---- two hops ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def full_precision(device):
-    """Compute products inside in the dtype of their tensors, without TF32 and without autocast."""
-    products = torch.backends.cuda.matmul
-    precision = products.fp32_precision
-    products.fp32_precision = "ieee"
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        products.fp32_precision = precision
+def two_hops(
+    x, experts, weights, num_experts, compute, node_group, cross_group, shared=None, parts=1,
+    hand_over=None,
+):
+    """Do what dispatch_and_combine() does, but let a token cross to each node at most once.
 
+    node_group: the ranks of this node. cross_group: the ranks at this rank's place in all nodes.
 
-class FullPrecisionLinear(torch.autograd.Function):
-    """Return x W^T, (N, E), for x (N, D) and W (E, D), in full precision also in backward.
-
-    With torch.set_float32_matmul_precision("high"), a GPU rounds the factors of fp32 products to
-    TF32, whose mantissa has 10 bits, and tokens with close scores change their experts. PyTorch
-    reads the setting when a product is launched, so it can be changed for one product, and costs
-    about 1 us of the host. The product itself is slower, but small: it has 2 N D E FLOPs, and on an
-    H100 runs at 67 TFLOP/s in fp32 and at 495 in TF32.
+    First hop: each token goes once to every node that holds one of its experts, together with its
+    choices and weights. Second hop: an ordinary dispatch inside the node. The weighted results are
+    summed there, and one row per token and node returns (DeepSeek-V3's report, section 3.2.2). Each
+    hop has counts of its own, so the host waits for both.
+    The types over all ranks are those of dispatch_and_combine(). Each of the parts that cross is
+    dispatched inside the node in as many parts again.
     """
+    node, num_nodes = rank_and_size(cross_group)
+    per_node = num_experts // num_nodes
+    nodes = torch.arange(num_nodes, device=x.device)
+    node_of = experts // per_node  # (N, k); -1 stays -1
+    is_needed = (node_of.unsqueeze(2) == nodes).any(1)  # (N, num_nodes)
+    # the experts of the first hop are the nodes
+    plan = DispatchPlan(nodes.where(is_needed, -1), num_nodes, cross_group, parts, hand_over)
 
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        with full_precision(x.device):
-            return x @ weight.t()
+    def in_node(hop, rows, experts, weights):
+        is_here = experts // per_node == node
+        experts = (experts % per_node).where(is_here, -1)
+        args = rows, experts, weights, per_node, compute, node_group
+        return dispatch_and_combine(*args, parts=parts, hand_over=hand_over)
 
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        with full_precision(x.device):
-            return dy @ weight, dy.t() @ x
-
-
-class Router(nn.Module):
-    """Choose the k experts of each token and the weights of their results, in fp32 or higher.
-
-    top_k: k. Among equal scores the expert with the lowest number wins.
-    score: "softmax" of the logits, or "sigmoid" of each, as in DeepSeek-V3. Weights are the scores
-        of the chosen experts divided by their sum; for k = 1 the weight is the score itself, since
-        the quotient would always be 1 and the router would get no gradient.
-    n_group, topk_group: the experts form n_group groups, such as one per node. A token uses only
-        experts of topk_group groups, those in which the two highest scores have the largest sum.
-
-    The buffer `bias` is added to scores for the choice only. Raises ValueError if score is unknown,
-    n_group does not divide num_experts, or topk_group groups have fewer than top_k experts.
-    """
-
-    def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
-        super().__init__()
-        topk_group = topk_group or n_group
-        if score not in ("softmax", "sigmoid"):
-            raise ValueError(f"{score=} is neither 'softmax' nor 'sigmoid'")
-        reachable = min(topk_group, n_group) * num_experts // n_group
-        if not 1 <= top_k <= reachable or num_experts % n_group:
-            where = f"{num_experts=}, {n_group=}, {topk_group=}"
-            raise ValueError(f"{top_k=} is not from 1 to {reachable}, in whole groups: {where}")
-        self.top_k, self.score = top_k, score
-        self.n_group, self.topk_group = n_group, topk_group
-        self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
-        self.register_buffer("bias", torch.zeros(num_experts))
-
-    def forward(self, x):
-        """Return the Routing of x, (N, D)."""
-        with torch.autocast(x.device.type, enabled=False):
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            logits = FullPrecisionLinear.apply(x.to(dtype), self.weight.to(dtype))  # (N, E)
-            if self.score == "softmax":
-                scores = probabilities = logits.softmax(-1)
-            else:
-                scores = logits.sigmoid()
-                probabilities = _normalized(scores)
-            experts = self.choose(scores.detach() + self.bias)
-            weights = scores.gather(1, experts)
-            weights = _normalized(weights) if self.top_k > 1 else weights
-        return Routing(experts, weights, probabilities, logits)
-
-    def choose(self, scores):
-        """Return the experts (N, k) that have the highest of the scores (N, E), best first."""
-        if self.topk_group < self.n_group:
-            groups = scores.unflatten(1, (self.n_group, -1))  # (N, n_group, E/n_group)
-            sums = groups.topk(min(2, groups.shape[2])).values.sum(2)
-            chosen = _best(sums, self.topk_group)
-            left_out = torch.ones_like(sums, dtype=bool).scatter(1, chosen, False)
-            scores = groups.masked_fill(left_out.unsqueeze(2), -torch.inf).flatten(1)
-        return _best(scores, self.top_k)
-
-    def _apply(self, function, recurse=True):
-        """Move and convert the tensors, as any module does, but keep the bias in fp32."""
-        bias = self.bias
-        super()._apply(function, recurse)
-        if not bias.is_meta:  # not rounded to 16 bits, which lose small updates
-            self.bias = bias.to(self.bias.device)
-        self.bias = self.bias.float()
-        return self
-
-    def update_bias(self, counts, rate=0.001):
-        """Raise the bias of experts with less than the mean load, and lower it for those with more.
-
-        counts: (E,), how often all ranks chose each expert, in all microbatches of a step.
-        """
-        excess = counts - counts.double().mean()
-        self.bias.sub_(rate * excess.sign().to(self.bias.dtype))
-
-
-def _normalized(scores):
-    # all scores may have underflowed to 0
-    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
-
-
-def _best(scores, count):
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-
-
-def balance_loss(probabilities, counts, tokens):
-    """Return this rank's part of Switch's loss E sum_i f_i p_i, which is 1 if all loads are equal.
-
-    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. counts:
-    (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
-    Types: probabilities V -> P.
-    """
-    fractions = counts.to(probabilities.dtype) / counts.sum()
-    return len(counts) * (fractions * probabilities.sum(0)).sum() / tokens
-
-
-def router_z_loss(logits, tokens):
-    """Return this rank's part of the mean of logsumexp(logits)^2 over all ranks' tokens. V -> P."""
-    return logits.logsumexp(-1).square().sum() / tokens
-
-
-# ---- experts and the layer -----------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """This rank's experts. Each is an MLP, D -> ffn_hidden -> D, without biases.
-
-    The zero-bubble schedules of pipeline.py do not defer the gradients of these matrices.
-
-    activation: a module for what lies between the matrices w_in and w_out. By default it is GELU.
-    gated: whether it maps 2 ffn_hidden numbers, a gate and a value for each, to ffn_hidden.
-    """
-
-    def __init__(self, num_local, hidden, ffn_hidden, activation=None, gated=False):
-        super().__init__()
-        rows = 2 * ffn_hidden if gated else ffn_hidden
-        self.w_in = nn.Parameter(torch.randn(num_local, rows, hidden) * hidden**-0.5)
-        self.w_out = nn.Parameter(torch.randn(num_local, hidden, ffn_hidden) * ffn_hidden**-0.5)
-        self.activation = activation or nn.GELU(approximate="tanh")
-
-    def forward(self, x, sizes, counts):
-        """Apply each expert to its rows of x, (M, D). See `compute` of dispatch_and_combine()."""
-        w_in = self.w_in.to(x.dtype)
-        w_out = self.w_out.to(x.dtype)
-        # F.grouped_mm() is fast in bfloat16. Row lengths must be multiples of 8 (16 bytes).
-        is_aligned = not any(width % 8 for width in w_out.shape[1:])
-        if x.dtype == torch.bfloat16 and is_aligned and len(x) > 0:
-            x = self.activation(_grouped(x, w_in, sizes, counts))
-            return _grouped(x, w_out, sizes, counts)
-        mlp = lambda rows, up, down: F.linear(self.activation(F.linear(rows, up)), down)
-        return torch.cat([*map(mlp, x.split(sizes), w_in, w_out)])
-
-
-def _grouped(x, weight, sizes, counts):
-    """Multiply each expert's rows by its matrix, in one kernel: (M, a), (G, b, a) -> (M, b)."""
-    matrices = weight.transpose(1, 2)
-    if 0 in sizes and matrices.requires_grad:
-        # on some GPUs the kernel does not write the gradients of experts that have no rows
-        is_idle = (counts == 0).view(-1, 1, 1)
-        matrices.register_hook(lambda grad: grad.masked_fill(is_idle, 0))
-    return F.grouped_mm(x, matrices, offs=counts.cumsum(0, dtype=torch.int32))
-
-
-class AddLossAndTally(torch.autograd.Function):
-    """Return x. In backward, give `losses` the gradient `factors`, and add `counted` to `tally`.
-
-    The model's loss does not depend on `losses`, so backward would not reach them otherwise.
-    As with Megatron-LM's MoEAuxLossAutoScaler, a loss can be computed inside the model without
-    becoming an output. Recomputation repeats only the forward, so nothing is added twice. `factors`
-    is read in backward, so it may change after forward.
-    """
-
-    @staticmethod
-    def forward(ctx, x, losses, factors, counted, tally):
-        ctx.dtype, ctx.factors = losses.dtype, factors
-        ctx.counted, ctx.tally = counted, tally
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.tally.add_(ctx.counted)
-        return dy, ctx.factors.to(ctx.dtype, copy=True), None, None, None
-
-
-class MoE(nn.Module):
-    """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
-
-    Every token is routed and balanced, padding included: it takes room within capacity_factor, and
-    counts in the balance loss, the z-loss and the tally. Leave padding out of x if it should not
-    count.
-
-    tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dimension 0,
-        and the results are gathered. The caller must sum each parameter's gradients over the ranks
-        of tp_group that hold copies of it. With None, every rank has tokens of its own.
-    capacity_factor: each expert takes the first ceil(capacity_factor x N k / E) of the choices that
-        fall on it from a rank's N tokens. The others are dropped, and add nothing to the result.
-    shared_experts: the number of experts that every token uses in addition.
-    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(). The layer
-        does not return these losses, but backward adds their gradients. 0 switches a loss off.
-    loss_scale: a further factor of both losses, which set_loss_scale() can change. Pass
-        1 / microbatches if gradients are summed over the grid of balance_groups, or
-        R / microbatches if they are averaged over R of its ranks.
-    balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
-        losses are means over the tokens that all ranks of the grid route, and cost an all-reduce of
-        E counts over each group. By default, the grid is this rank alone.
-    nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
-    activation, gated: of experts and shared experts, see Experts.
-    parts: compute the layer in so many parts of the tokens, while others travel: see "a layer in
-        parts". All ranks of `group` pass the same number.
-    router: further arguments of Router.
-
-    The attribute hand_over is None, or a function that the layer calls while its rows travel, so
-    that something else can compute meanwhile: see Turns in pipeline.py. If it posts messages, all
-    ranks of `group` must have one that posts the same.
-
-    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
-    router and of the shared experts are R: the gradients of their copies must be summed.
-
-    Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
-    dropped, and this rank's parts of the two losses. After a step the caller sums the tallies over
-    the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the tally to 0.
-
-    Raises ValueError if P does not divide num_experts, or if capacity_factor or parts is not
-    positive.
-    """
-
-    def __init__(
-        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None,
-        capacity_factor=None, shared_experts=0, balance_coefficient=0.0, z_coefficient=0.0,
-        loss_scale=1.0, balance_groups=(), nodes=None, activation=None, gated=False, parts=1,
-        **router,
-    ):
-        super().__init__()
-        _, world_size = rank_and_size(group)
-        if num_experts % world_size:
-            raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"{capacity_factor=} leaves no room for a token")
-        if parts < 1:
-            raise ValueError(f"{parts=} is less than 1")
-        self.num_experts, self.capacity_factor = num_experts, capacity_factor
-        self.group, self.nodes = group, nodes
-        self.parts = parts
-        self.hand_over = None
-        self.tp_group, self.balance_groups = tp_group, balance_groups
-        self.has_losses = bool(balance_coefficient or z_coefficient)
-        self.router = Router(hidden, num_experts, top_k, **router)
-        self.experts = Experts(num_experts // world_size, hidden, ffn_hidden, activation, gated)
-        self.shared = None
-        if shared_experts:
-            width = shared_experts * ffn_hidden
-            up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
-            down = nn.Linear(width, hidden, bias=False)
-            self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
-        # DDP would broadcast a buffer. to_empty() does not move plain tensors, so avoid "meta".
-        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
-        coefficients = [balance_coefficient, z_coefficient]
-        self.coefficients = torch.tensor(coefficients, dtype=torch.float64, device="cpu")
-        self.factors = self.coefficients * loss_scale
-
-    @torch.no_grad()
-    def set_loss_scale(self, scale):
-        """Replace loss_scale by `scale`, a number or a scalar tensor, in later backward passes.
-
-        Autograd cannot tell the layer by what factor a program multiplies the main loss. So such a
-        program must call this for each layer before backward(). Otherwise the balance loss and the
-        z-loss keep their weight while that of the main loss changes. The scale is copied; if it is
-        a tensor on the layer's device, the host does not wait. With a GradScaler, and with n
-        microbatches that call backward() on loss / n:
-
-            one = torch.ones((), device=x.device)
-            layer.set_loss_scale(scaler.scale(one) / n)
-
-        Megatron-LM's MoEAuxLossAutoScaler.set_loss_scale() sets the scale of all layers at once.
-        """
-        if torch.is_tensor(scale):
-            self.coefficients = self.coefficients.to(scale.device)
-        self.factors.copy_(self.coefficients * scale)
-
-    def forward(self, x):
-        if self.tp_group is not None:
-            x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
-        tokens = x.reshape(-1, x.shape[-1])  # (N, D)
-        routing = self.router(tokens)
-        with_losses = torch.is_grad_enabled()
-        # small messages go first, since they would wait for long ones if a group carries both
-        counts = self._count(routing.experts) if with_losses else None
-        # under autocast the elements of rows have 16 bits, which halves the messages
-        tokens = autocasted(tokens)
-        experts = self._within_capacity(routing.experts)
-        args = tokens, experts, routing.weights, self.num_experts, self.experts
-        if self.nodes:
-            y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
-        else:
-            y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
-        if with_losses:
-            y = self._with_losses(y, routing, experts, *counts)
-        y = y.view(x.shape)
-        if self.tp_group is None:
-            return y
-        return gather_from_group(y, 0, self.tp_group)
-
-    def _count(self, experts):
-        """Return how often this rank, and how often all ranks of the grid chose each expert."""
-        counts = count_choices(experts, self.num_experts)
-        totals = counts.clone()
-        if self.has_losses:
-            for group in self.balance_groups:
-                all_reduce(totals, group=group)
-        return counts, totals
-
-    def _with_losses(self, y, routing, experts, counts, totals):
-        """Return y, whose backward also computes the losses' gradients and adds to the tally."""
-        losses = y.new_zeros(2)  # balance loss, z-loss
-        if self.has_losses:
-            tokens = totals.sum() // self.router.top_k
-            balance = balance_loss(routing.probabilities, totals, tokens)
-            losses = torch.stack([balance, router_z_loss(routing.logits, tokens)])
-        dropped = (experts < 0).sum().view(1)
-        counted = torch.cat([counts.double(), dropped, losses.detach()])
-        self.tally = self.tally.to(y.device)
-        self.factors = self.factors.to(y.device)
-        self.coefficients = self.coefficients.to(y.device)
-        return AddLossAndTally.apply(y, losses, self.factors, counted, self.tally)
-
-    def _within_capacity(self, experts):
-        """Return the experts (N, k), with -1 for the choices that a full expert drops."""
-        if self.capacity_factor is None:
-            return experts
-        choices = experts.flatten()
-        capacity = len(choices) / self.num_experts * self.capacity_factor
-        # The choices 1 1 0 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
-        # Sorting moves them to positions 1 2 0 3, so their places in experts' queues are 0 1 0 2.
-        counts = count_choices(choices, self.num_experts)
-        begins = counts.cumsum(0) - counts
-        positions = choices.argsort(stable=True).argsort()
-        places = (positions - begins[choices]).double()
-        return experts.masked_fill(places.view_as(experts) >= capacity, -1)
-
-
-def tally_metrics(tallies, num_microbatches, with_losses):
-    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
-
-    expert_load: the largest load divided by the mean, in the worst layer. expert_dropped: the
-    fraction of choices dropped. balance_loss, z_loss: means over layers and microbatches.
-    """
-    counts, dropped, losses = tallies.split([tallies.shape[1] - 3, 1, 2], 1)
-    load = (counts.amax(1) / counts.mean(1)).max()
-    metrics = {"expert_load": load, "expert_dropped": dropped.sum() / counts.sum()}
-    if with_losses:
-        metrics["balance_loss"], metrics["z_loss"] = losses.mean(0) / num_microbatches
-    return metrics
+    return carry(plan, [x, experts, weights], in_node, None, shared)
 
 
 # ---- cost, and a demonstration -------------------------------------------------------------------
@@ -888,8 +907,8 @@ def tally_metrics(tallies, num_microbatches, with_losses):
 def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
     """Return the bytes that a rank sends in a forward if routing is even: 2 N k D (P-1)/P elements.
 
-    Backward sends as many. Not included are counts, 8 (P-1) E/P bytes in forward, where an odd E/P
-    is padded by 1.
+    Backward sends as many. Not included are counts, 8 (P-1) E/P bytes in forward for each part, to
+    which 1 number is added if there would be an odd number of them.
     """
     return 2 * tokens * top_k * hidden * (ep - 1) // ep * itemsize
 
@@ -898,20 +917,21 @@ def _demonstrate():
     rank, P = rank_and_size()
     N, D, E, k = 64, 32, 2 * P, 2
     torch.manual_seed(rank)
-    x = torch.randn(N, D).double()
+    x = torch.randn(N, D).double().requires_grad_()
     experts = torch.randint(E, (N, k))
     weights = torch.rand(N, k).double()
     # in place of MLPs, expert e multiplies by e
     factors = torch.arange(E).view(P, -1, 1)[rank]
-    compute = lambda rows, _, counts: rows * factors.repeat_interleave(counts, 0)
+    compute = lambda rows, _, sizes: rows * factors.repeat_interleave(sizes, 0)
     with count_bytes() as traffic:
         y = dispatch_and_combine(x, experts, weights, E, compute)
+    y.sum().backward()
     if rank == 0:
-        expected = x * (weights * experts).sum(1, keepdim=True)
-        error = (y - expected).abs().max()
+        factor = (weights * experts).sum(1, keepdim=True)
+        error = max((y - x * factor).abs().max(), (x.grad - factor).abs().max())
         even = expert_parallel_bytes(N, k, D, P, 8)
         print(f"{P} ranks, {E} experts, top {k}: {traffic.bytes()} bytes sent, {even} if even")
-        print(f"largest difference from one process: {error:.1e}")
+        print(f"largest difference from one process's results and gradients: {error:.1e}")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import expert_parallel
 from collectives import count_bytes, observe, rank_and_size
 from expert_parallel import (
-    Counts, Experts, FullPrecisionLinear, MoE, Router, dispatch_and_combine, expert_parallel_bytes,
-    switch, switch_layer, tally_metrics, two_hops,
+    DispatchPlan, Experts, FullPrecisionLinear, MoE, Router, dispatch_and_combine,
+    expert_parallel_bytes, switch, switch_layer, tally_metrics, two_hops,
 )
 from gpu_counts import batches, nccl_over_gloo, waits
 from layouts import soak_but
@@ -506,9 +506,9 @@ def test_a_layer_in_parts_has_the_results_and_sends_the_bytes_of_one_that_is_who
         leaves = x.clone(), torch.linspace(0, 1, 3).double().repeat(len(x), 1), scales.clone()
         own, weights, factors = [leaf.requires_grad_() for leaf in leaves]
 
-        def compute(rows, sizes, counts):
-            assert len(rows) == sum(sizes) == counts.sum()
-            return rows.sin() * factors.repeat_interleave(counts).unsqueeze(1)
+        def compute(rows, sizes, sizes_on_device):
+            assert len(rows) == sum(sizes) == sizes_on_device.sum()
+            return rows.sin() * factors.repeat_interleave(sizes_on_device).unsqueeze(1)
 
         with least_bytes(), count_bytes() as traffic:
             options = {"parts": parts, "hand_over": hand_over}
@@ -667,7 +667,7 @@ def test_the_demonstration_prints_the_bytes_of_the_formula_and_those_that_are_se
 
 @on_ranks(1)
 def test_combining_without_weights_keeps_no_rows_for_backward():
-    (hop,) = Counts(torch.zeros(64, 1, dtype=torch.long), 1).wait()
+    (hop,) = DispatchPlan(torch.zeros(64, 1, dtype=torch.long), 1).hops()
     rows = torch.randn(64, 8, requires_grad=True)
     with saved_bytes() as kept:
         y = hop.combine(rows)
@@ -810,9 +810,11 @@ def test_errors_name_invalid_sizes_and_groups_on_every_rank():
         (lambda: MoE(4, 16, 6), "num_experts=6 is not divisible by ep=4"),
         (lambda: MoE(4, 16, 8, capacity_factor=0.0), "capacity_factor=0.0 leaves no room"),
         (lambda: MoE(4, 16, 8, parts=0), "parts=0 is less than 1"),
-        (lambda: Router(4, 8, 5, n_group=2, topk_group=1), "top_k=5 is not from 1 to 4, .*=1"),
+        (lambda: Router(4, 8, 5, n_group=2, topk_group=1), "top_k=5 is not from 1 to 4: .*=1"),
         (lambda: Router(4, 8, 9), "top_k=9 is not from 1 to 8"),
-        (lambda: Router(4, 8, 1, n_group=3), "in whole groups: num_experts=8, n_group=3"),
+        (lambda: Router(4, 8, 1, n_group=3), "num_experts=8 is not divisible by n_group=3"),
+        (lambda: Router(4, 8, 1, n_group=2, topk_group=0), "topk_group=0 is not from 1 to n_group=2"),
+        (lambda: Router(4, 8, 1, n_group=2, topk_group=3), "topk_group=3 is not from 1 to n_group=2"),
         (lambda: Router(4, 8, 1, "relu"), "score='relu'"),
     ]
     for make, message in wrong:

@@ -192,16 +192,16 @@ class Watch(TorchDispatchMode):
         nest = lambda rest: [nest(rest[1:]) for _ in range(rest[0])] if rest else number
         return nest(shape)
 
-    def wait_for_counts(self, counts, wait=expert_parallel.Counts.wait):
-        """Stand in for Counts.wait(): a rank sends as many rows as it receives if loads are even.
+    def hops_of(self, plan, hops=expert_parallel.DispatchPlan.hops):
+        """Stand in for DispatchPlan.hops(): a rank sends as many rows as it receives if loads are even.
 
         Of two hops the second one starts with as many tokens as have arrived in the first one.
         """
-        ranks = dist.get_process_group_ranks(counts.group)
+        ranks = dist.get_process_group_ranks(plan.group)
         crosses = len({rank // self.per_node for rank in ranks}) > 1
         of_token = self.nodes_of_token if crosses else self.top_k / self.nodes_of_token
-        self.rows = round(sum(counts.num_tokens) * of_token)
-        return wait(counts)
+        self.rows = round(sum(plan.num_tokens) * of_token)
+        return hops(plan)
 
     def streams(self):
         """Return stand-ins for torch.cuda's streams; work is done as soon as it is launched."""
@@ -271,8 +271,8 @@ def _patches(watch):
     yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
     yield patch.object(hybrid, "initialize", ignore)  # it draws real numbers
     yield patch.object(torch.nn.Module, "_apply", _apply)
-    counts = expert_parallel.Counts
-    yield patch.object(counts, "wait", lambda counts: watch.wait_for_counts(counts))
+    plan = expert_parallel.DispatchPlan
+    yield patch.object(plan, "hops", lambda plan: watch.hops_of(plan))
     yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
     yield patch.object(FakeTensor, "data_ptr", _address)
     yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
