@@ -1,11 +1,15 @@
-"""Pipeline parallelism: layers are cut into stages, one per rank; microbatches flow through them.
+"""Pipeline parallelism: a model's layers are divided into stages, and microbatches flow through.
+
+A stage consists of consecutive layers. Each rank, a process that usually has a GPU of its own, has
+one stage, so the model can be larger than the memory of a GPU. Ranks send little: activations to
+the next rank, and their gradients to the previous one.
 
 If a batch passes through in one piece, only one stage works at a time. If the batch is cut into m
-microbatches, the stages work side by side. A rank is then idle until the first microbatch has been
-through the stages before its own, often while it waits for a gradient, and at the end while the
-last gradients go back through the stages before it. This idle time is called the bubble. Here are
-p = 3 stages and m = 5 microbatches. A slot of time is two characters wide. A forward (F) takes one
-slot, a backward (B) takes two, a message takes none, and dots are idle:
+microbatches, the stages work side by side. A rank is idle at the start, until the first microbatch
+has passed the stages before its own, and at the end, while the last gradients pass these stages. In
+between, it may wait for gradients. This idle time is called the bubble. Here are p = 3 stages and
+m = 5 microbatches. Each row is a rank. F2 is the forward of microbatch 2, and takes one slot of
+time; B2B2 is its backward, and takes two. A message takes no time, and dots are idle:
 
     GPipe: all forward, then all backward          1F1B: one forward, one backward, in turn
     F0F1F2F3F4............B0B0B1B1B2B2B3B3B4B4     F0F1F2........B0B0F3B1B1F4B2B2..B3B3..B4B4
@@ -19,8 +23,9 @@ same work, m(F+B), in the same step, so they are idle for as long. The bubble is
 work, or (p-1)/(m+p-1) of the whole step. 1F1B saves memory: rank r, counted from 0, holds
 activations of at most min(m, p - r) microbatches, here 3, 2 and 1. GPipe holds all m = 5; in the
 paper it keeps only the inputs of stages, and computes the rest again in backward. If messages take
-time, 1F1B is slower, since each round of its steady phase waits for them. Other schedules, on the
-upper floor of this file, also shorten the bubble.
+time, but travel while ranks compute, 1F1B is slower than GPipe, since each round of its steady
+phase waits for them. In the plain forms below, ranks wait for every exchange, and 1F1B has fewer.
+Other schedules, below the line "upper floor", also shorten the bubble.
 
 Microbatches do not change the result of layers that treat each sample by itself, such as attention
 and LayerNorm. BatchNorm would use the mean and variance of a microbatch instead of the batch's.
@@ -29,9 +34,9 @@ A rank holds   the parameters of its stages, their gradients and optimizer state
                every microbatch whose forward is done and whose backward is not
 It sends       per microbatch, activations to the next stage and a gradient to the previous one;
                each has b s h elements (microbatch size, sequence length, width)
-Overlap        on the upper floor, messages travel while ranks compute, and receives are posted
-               early. In 1F1B, ranks still wait for some messages, because a rank often needs what
-               its neighbour has just made
+Overlap        below that line, messages travel while ranks compute, and a rank begins to receive
+               before it needs the data. In 1F1B, ranks still wait for some messages, because a rank
+               often needs what its neighbour has just made
 PyTorch's      torch.distributed.pipelining has a class for most schedules, and also cuts models
                into stages. By default, it divides gradients by the number of microbatches; here
                loss_fn returns a microbatch's share of the loss
@@ -78,16 +83,18 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
             optimizer.step()  # each rank updates its own stage, without messages
             optimizer.zero_grad()
 
-    inputs, targets: lists of microbatches, here equal ones, as m divides the batch. The first rank
-        uses the values of inputs. The others use only their shape, floating-point dtype and device,
-        which must be those of the tensors they receive. So if stages keep the shape of their input,
-        all ranks can pass the same inputs. If the first stage embeds tokens, the others pass
-        tensors made by torch.empty() (see plain_step() in hybrid.py). The last rank uses targets.
+    inputs, targets: lists of microbatches. In the example m divides the batch, so they are equal,
+        and each has 1/m of the loss. The first rank uses the values of inputs. The others use only
+        their shape, floating-point dtype and device, which must be those of the tensors they
+        receive. So if stages keep the shape of their input, all ranks can pass the same inputs. If
+        the first stage embeds tokens, the others pass tensors made by torch.empty() (see
+        plain_step() in hybrid.py). The last rank uses targets.
     loss_fn returns a microbatch's share of the loss, such as its mean divided by the number of
         microbatches, because the gradients of the shares are summed.
+    group: the ranks of the pipeline, or None for all that torchrun has started.
 
-    Gradients accumulate in the parameters. Returns the losses of the microbatches on the last rank,
-    and None on the others.
+    No stage may change its input in place. Gradients accumulate in the parameters. Returns the
+    losses of the microbatches on the last rank, and None on the others.
     """
     # Autograd knows nothing of messages, so each rank has a graph of its own, from x to output. If
     # g is the gradient of the loss with respect to output, output.backward(g) continues the chain
@@ -96,7 +103,7 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     # receive, and returns when all has arrived; plain_exchange() there is its plain form.
     rank, world_size = rank_and_size(group)
     last = world_size - 1
-    passes = []
+    passes = []  # (input, output) of each microbatch; on the last rank its loss is the output
     for x, target in zip(inputs, targets):
         if rank > 0:
             x = x.new_empty(x.shape)  # contiguous, as messages must be
@@ -131,8 +138,10 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 
     From then on a rank goes backward after each forward, which frees the activations of one
     microbatch before it makes those of another: this is the steady phase. The backwards that are
-    left are the cooldown. For p = 3 and m = 5, with ) and ( for an input from the previous rank and
-    a gradient to it, > and < for an output to the next rank and a gradient from it:
+    left are the cooldown. Here are p = 3 and m = 5. Columns do not show time, and the signs mean:
+
+        )  receive an input from the previous rank        (  send it this input's gradient
+        >  send an output to the next rank                <  receive this output's gradient
 
                  warm-up      steady phase                           cooldown
         rank 0   F >  F >     F><B   F><B   F><B                     <B  <B
@@ -153,9 +162,10 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     losses = []
 
     def swap(peer, sent, wanted):
-        """Send a tensor to a peer and receive one like `wanted`, at once. Both may be None.
+        """Send a tensor to a peer and receive one like `wanted`, in one exchange.
 
-        Returns what was received, and None at either end of the pipeline, where there is no peer.
+        Either may be None. Returns what was received. At the ends of the pipeline there is no peer,
+        and nothing happens.
         """
         if not 0 <= peer <= last:
             return None
@@ -182,7 +192,7 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
         output.backward(grad_output)
         return x.grad
 
-    for i in range(warmup):  # forwards alone
+    for i in range(warmup):  # forwards alone; on rank 0 x is None, and forward() takes inputs[i]
         x = swap(rank - 1, None, like[i])
         swap(rank + 1, forward(i, x), None)
     x = swap(rank - 1, None, like[warmup])  # for the first forward below, if there is one

@@ -1,13 +1,16 @@
 """Tensor parallelism: matrices are split over the ranks of a group, which process the same tokens.
 
-An MLP computes Z = GeLU(X A) B. Rank r of P holds A_r, some columns of A, and B_r, the matching
-rows of B. GeLU treats each element by itself, so rank r computes Y_r = GeLU(X A_r) without sending
-anything. If A were split by rows, and X by columns, each rank would have a term of X A, and the
-terms would have to be added before GeLU, since GeLU(u + v) is not GeLU(u) + GeLU(v). Attention
-treats each head by itself, so q, k and v are split by columns, and the output projection by rows.
-F.linear() takes `weight` = A^T, so columns of A are rows (dim 0) of `weight`, and rows of B are
-columns (dim 1) of it. With P = 2, A = [A_0 A_1], side by side, and B = [B_0; B_1], one above the
-other:
+So a layer can be larger than the memory of one GPU, and its ranks (processes that each have one)
+compute it together. An MLP computes Z = GeLU(X A) B. Rank r of P holds A_r, some columns of A, and
+B_r, the matching rows of B. GeLU treats each element by itself, so rank r computes the columns
+Y_r = GeLU(X A_r) without sending anything. If A were split by rows, and X by columns, each rank
+would have a term of X A, and the terms would have to be added before GeLU, since GeLU(u + v) is not
+GeLU(u) + GeLU(v). Attention treats each head by itself, so the matrices that make q, k and v are
+split by columns, whole heads to each rank, and the output projection by rows.
+
+F.linear() takes a matrix transposed. So columns of A are rows (dim 0) of its weight A^T, and rows
+of B are columns (dim 1) of B^T. With P = 2, A = [A_0 A_1], side by side, and B = [B_0; B_1], one
+above the other:
 
     X  --f-->  X  --A_r-->  H_r  --GeLU-->  Y_r  --B_r-->  Z_r  --g-->  Z = Z_0 + Z_1
                column-parallel                row-parallel
@@ -15,23 +18,25 @@ other:
     f = copy_to_group()       forward: identity     backward: all-reduce   dX has a term per rank
     g = reduce_from_group()   forward: all-reduce   backward: identity     Z has a term per rank
 
-dX is the sum over r of dH_r A_r^T. Rank r computes one term, and in backward f adds them. After Z,
-ranks compute different things only between the f and the g of later layers, and in backward each of
-those fs makes the gradient whole again. So dZ reaches g whole and equal on all ranks, and a sum in
-the backward of g would count it P times.
+An all-reduce gives every rank the sum of all ranks' tensors. dX, the gradient of the loss with
+respect to X, is the sum over r of dH_r A_r^T. Rank r computes one term, and in backward f adds
+them. Later layers also begin with an f and end with a g, and outside of these all ranks compute the
+same. Each calls backward() on its own copy of the loss, and in backward each f makes the gradient
+whole again. So dZ reaches g whole and equal on all ranks. A sum there would count it P times.
 
-After backward, rank r has the whole gradients of A_r and B_r, which no other rank has. So unlike in
-ddp.py they are not summed, and each rank's optimizer updates its own part. All ranks have copies of
-a parameter that is not split. Their gradients are equal, so copies that begin equal stay equal.
+No other rank has A_r and B_r, and after backward rank r has their whole gradients. So these are not
+summed over ranks, and each rank's optimizer updates its own part. All ranks have copies of a
+parameter that is not split. Their gradients are equal, so copies that begin equal stay equal.
+Dropout outside of f and g must draw the same random numbers on all ranks.
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence. Then f is an
 all-gather, whose backward is a reduce-scatter, and g is the reverse, and the gradients of norms and
 other copies must be summed once per step. AlexNet (2012), further down, splits the filters of
 convolutions over two ranks, and they communicate at some layers only.
 
-A rank holds   1/P of each split matrix, its gradient, its optimizer states, Y and the logits; all
-               of each other parameter (norms, row-parallel biases, embedding of positions), and all
-               of X and Z unless these are split
+A rank holds   1/P of each split matrix, its gradient, its optimizer states, the activations between
+               f and g (H, Y, q, k, v) and the logits; all of each other parameter (norms,
+               row-parallel biases, embedding of positions), and of X and Z unless these are split
 It sends       8 b s h (P-1)/P elements per transformer layer in forward and backward, in 4
                all-reduces (2 of f, 2 of g), for b sequences of s tokens of width h (B, T and D in
                shapes). The embedding and the product that gives the logits add an all-reduce each,
@@ -69,15 +74,28 @@ from collectives import (
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
+#
+# This is a step of a GPT. Every rank has the same tokens, and its own parts of the matrices:
+#
+#     x = split_embedding(tokens, table)  # (B, T, D), equal on all ranks
+#     for layer in layers:
+#         x = x + split_attention(norm(x), layer.qkv, layer.out, K)
+#         x = x + split_mlp(norm(x), layer.up, layer.down)
+#     logits = column_linear(norm(x).flatten(0, 1), table)  # (B T, vocabulary/P)
+#     split_cross_entropy(logits, targets.flatten()).mean().backward()  # on every rank
+#     optimizer.step()  # on this rank's parts, and on its copies of norms
+#
+# f and g are autograd functions of collectives.py. f returns x, and its backward all-reduces the
+# gradient. g all-reduces x, and its backward returns the gradient.
 
 
 def column_linear(x, weight, bias=None, group=None):
     """Return f(X) A_r + b_r, this rank's columns of X A + b. X is the same on every rank.
 
-    Types of x, weight and bias -> the result: I, V, V -> V. An I and its gradient are equal on all
-    ranks; of a V each rank has its own. The caller's x is an I, and copy_to_group() makes it an R:
-    still equal on all ranks, but each multiplies it by columns of its own, and so computes only a
-    part of its gradient. See "derivatives" in collectives.py.
+    Types of x, weight and bias -> the result: I, V, V -> V. An I is equal on all ranks, and so is
+    its gradient. A V is a tensor of this rank's own. The caller's x is an I, and copy_to_group()
+    makes it an R: still equal on all ranks, but each multiplies it by columns of its own, and so
+    computes only a part of its gradient. See "derivatives" in collectives.py.
     """
     return F.linear(copy_to_group(x, group), weight, bias)
 
@@ -94,10 +112,10 @@ def row_linear(x, weight, bias=None, group=None):
 def split_mlp(x, up, down, group=None):
     """Return Z = GeLU(X A) B for this rank's up = A_r^T and down = B_r^T. Types: I, V, V -> I.
 
-    GeLU is that of GPT-2, approximated by tanh.
+    GeLU is that of GPT-2, approximated by tanh. For B sequences of T tokens:
 
-        up = whole_up.chunk(P, 0)[rank]  # (F, D) -> (F/P, D)
-        down = whole_down.chunk(P, 1)[rank]  # (D, F) -> (D, F/P)
+        up = whole_up.chunk(P, 0)[rank].clone()  # (H, D) -> (H/P, D)
+        down = whole_down.chunk(P, 1)[rank].clone()  # (D, H) -> (D, H/P)
         z = split_mlp(x, up, down)  # (B, T, D) -> (B, T, D)
     """
     y = F.gelu(column_linear(x, up, group=group), approximate="tanh")
@@ -105,23 +123,25 @@ def split_mlp(x, up, down, group=None):
 
 
 def split_attention(x, qkv, out, K, group=None):
-    """Return causal attention of x, (B, T, D), with 1/P of the heads. Types: I, V, V -> I.
+    """Return causal attention of x, (B, T, D), of whose heads each rank computes 1/P.
 
-        qkv = whole_qkv.chunk(P, 1)[rank]  # (3, D, D) -> (3, D/P, D): the same heads of q, k and v
-        out = whole_out.chunk(P, 1)[rank]  # (D, D) -> (D, D/P)
+        qkv = whole_qkv.chunk(P, 1)[rank].clone()  # (3, D, D) -> (3, D/P, D): heads of q, k and v
+        out = whole_out.chunk(P, 1)[rank].clone()  # (D, D) -> (D, D/P)
         z = split_attention(x, qkv, out, K)  # with heads of K columns, (B, T, D) -> (B, T, D)
+
+    P divides the number of heads. Types: I, V, V -> I.
     """
     weight = qkv.flatten(0, 1)  # (3 D/P, D): rows of q, then of k, then of v
     columns = column_linear(x, weight, group=group)  # (B, T, 3 D/P)
-    q, k, v = columns.unflatten(2, (3, -1, K)).permute(2, 0, 3, 1, 4)  # (B, heads/P, T, K)
+    q, k, v = columns.unflatten(2, (3, -1, K)).permute(2, 0, 3, 1, 4)  # each (B, heads/P, T, K)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return row_linear(y.transpose(1, 2).flatten(2), out, group=group)
 
 
 def own_part(indices, start, size):
-    """Return the indices as counted from `start`, and which are in start:start+size.
+    """Return indices - start, and a mask of the indices that lie in start:start+size.
 
-    The others become 0, which is a valid index.
+    In the first, the others become 0, which is a valid index.
     """
     local = indices - start
     is_here = (local >= 0) & (local < size)
