@@ -134,7 +134,7 @@ def ring_all_reduce(tensor, group=None):
 # takes to run one. combine(a, b, out=...) is torch.add(), or what an operation does in its place.
 #
 # Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
-# computed on all ranks in the same order, or in mirrored orders, since a + b is exactly b + a.
+# computed on all ranks in the same order.
 
 
 def plain_run(algorithm, group=None):
@@ -341,8 +341,10 @@ def _recursive_doubling(output, input, combine, rank, world_size):
     while distance < world_size:
         received = torch.empty_like(input)
         yield [(total, rank ^ distance)], [(received, rank ^ distance)]
+        # all ranks combine in one order: of +0 and -0, min() returns the first
+        pair = (received, total) if rank & distance else (total, received)
         distance *= 2
-        total = combine(total, received, out=output if distance == world_size else received)
+        total = combine(*pair, out=output if distance == world_size else received)
 
 
 def _all_reduce(name, output, input, combine, rank, world_size, **options):
@@ -850,6 +852,7 @@ def exchange(sends, receives, group=None, async_op=False):
     the current stream has been told to wait for them.
     """
     tensor = (sends or receives)[0][0] if sends or receives else None
+    require_memory(sends, receives)
     operation = Operation("exchange", group, tensor, async_op)
     with suppress(Exception):  # an error of a pending collective is raised by its own wait()
         operation.queue.last.finish()
@@ -1152,7 +1155,8 @@ class Operation:
 
 @contextmanager
 def reported(name, sends, receives, group):
-    """Tell listeners (see observe()) of messages that the block sends and receives."""
+    """Check messages that the block sends and receives, and tell listeners of them."""
+    require_memory(sends, receives)
     operation = Operation(name, group)
     operation.tell("post", sends, receives)
     try:
@@ -1257,6 +1261,28 @@ class _Thread:
         return Pending(future.result, future.done)
 
 
+def is_memory(tensor):
+    """Return whether a message can hold the tensor as it lies in memory: without gaps, in order.
+
+    PyTorch conjugates and negates some tensors only when they are read.
+    """
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def require_memory(sends, receives):
+    """Raise ValueError if is_memory() is false for a tensor of these messages."""
+    for tensor, peer in (*sends, *receives):
+        if not is_memory(tensor):
+            what = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            view = ", conjugated or negated" if tensor.is_contiguous() else ""
+            raise ValueError(f"a message to or from rank {peer} is a view of {what}{view}")
+
+
+def as_memory(tensor):
+    """Return the tensor without its graph, or a copy of it, for which is_memory() is true."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def launch(operation, algorithms, outputs, inputs=(), backend_options=None):
     """Run an operation in its turn. algorithms(*flat outputs, *flat inputs) makes its generators.
 
@@ -1265,7 +1291,7 @@ def launch(operation, algorithms, outputs, inputs=(), backend_options=None):
     tensors = (*outputs, *inputs)
 
     def run():
-        flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
+        flat = [as_memory(tensor).view(-1) for tensor in tensors]
         if operation.members.by_backend and backend_options is not None:
             _backend_collective(operation, flat, backend_options)
         else:
@@ -1273,7 +1299,7 @@ def launch(operation, algorithms, outputs, inputs=(), backend_options=None):
         if operation.op == ReduceOp.AVG and outputs:
             flat[0].div_(operation.world_size)
         for tensor, result in zip(outputs, flat):
-            if not tensor.is_contiguous():  # then the result is in a copy
+            if not is_memory(tensor):  # then the result is in a copy
                 tensor.detach().copy_(result.view(tensor.shape))
 
     queue = operation.queue

@@ -260,7 +260,7 @@ class GradBucket:
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
                 raise RuntimeError("a hook or a second wrapper replaced .grad while it was reduced")
         if not self.as_views:
-            torch._foreach_copy_([p.grad for p in self.slots], list(self.slots.values()))
+            copy_all([p.grad for p in self.slots], list(self.slots.values()))
 
 
 def reduce_in_order(queue, reduce):
@@ -589,7 +589,7 @@ class ReplicatedBuffers:
             layout = FlatLayout(bucket)
             flat = layout.pack(bucket)
             broadcast(flat, group=self.group, group_src=source)
-            torch._foreach_copy_(bucket, layout.views(flat))
+            copy_all(bucket, layout.views(flat))
         self.may_differ = False
 
     def agree(self, named):
@@ -753,6 +753,15 @@ def broadcast_first(tensors, group):
     source = dist.get_global_rank(group or dist.group.WORLD, 0)
     for tensor in tensors:
         broadcast(tensor, source, group)
+
+
+def copy_all(targets, sources):
+    """Copy each source into its target, with one kernel unless a target is a conjugated view."""
+    if any(target.is_conj() or target.is_neg() for target in targets):
+        for target, source in zip(targets, sources):
+            target.copy_(source)
+    else:
+        torch._foreach_copy_(targets, sources)
 
 
 @contextmanager

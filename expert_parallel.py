@@ -22,9 +22,9 @@ It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its 
 Overlap        on the upper floor, some tokens travel while experts compute others, and while
                another microbatch computes, as in DeepSeek's DualPipe
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
-               split one expert over several ranks. DeepEP has kernels for both all-to-alls, and
-               sends a token once to a rank that has several of its experts; here, as in
-               Megatron-LM's all-to-all, it travels once for each of them
+               split one expert over several ranks. DeepEP has kernels for both all-to-alls, of
+               which the normal ones send a token once to a rank that has several of its experts;
+               here, as in Megatron-LM's all-to-all, it travels once for each of them
 
 Shazeer et al., "Outrageously Large Neural Networks", 2017. Lepikhin et al., "GShard", 2021. Fedus
 et al., "Switch Transformers", 2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free
@@ -171,7 +171,7 @@ def carry(plan, tensors, compute, weights=None, shared=None):
         return run_in_parts(plan, tensors, compute, weights, shared)
     shared_y = shared(tensors[0]) if shared is not None else None
     (hop,) = plan.hops()
-    # a variable for the results would keep them in memory while a reordered copy travels back
+    # nested, so that no variable keeps the results while combine() sends a reordered copy
     y = hop.combine(compute(hop, *map(hop.dispatch, tensors)), weights)
     return y if shared is None else y + shared_y
 
@@ -197,12 +197,12 @@ class DispatchPlan:
         each, left_over = divmod(len(experts), parts)
         self.num_tokens = [each + (part < left_over) for part in range(parts)]
         choices = experts.split(self.num_tokens)
-        of_parts = [count_choices(part, num_experts).view(world_size, -1) for part in choices]
-        send_counts = torch.cat(of_parts, 1)  # (P, parts * G)
+        counts = [count_choices(part, num_experts).view(world_size, -1) for part in choices]
+        send_counts = torch.cat(counts, 1)  # (P, parts * G)
         # NCCL is fast if messages begin at multiples of 16 bytes, so send an even number of counts
         send_counts = F.pad(send_counts, (0, parts * num_local % 2))
         receive_counts = all_to_all_in_group(send_counts, group=group)
-        both = torch.stack([send_counts, receive_counts])[..., : parts * num_local]
+        both = torch.stack([send_counts, receive_counts])[..., : parts * num_local]  # no padding
         both = both.unflatten(2, (parts, num_local)).transpose(1, 2)  # (2, parts, P, G)
         self.receive_counts = both[1]
         # start the copy now, so that hops() need not wait for kernels launched after the copy
@@ -217,12 +217,13 @@ class DispatchPlan:
         if self.receive_counts.is_cuda:
             self.copied.synchronize()
         sent, received = self.on_host.tolist()
-        for part in zip(self.num_tokens, self.orders, sent, received, self.receive_counts):
-            yield Hop(self, *part)
+        of_parts = zip(self.num_tokens, self.orders, sent, received, self.receive_counts)
+        for num_tokens, order, sent, received, on_device in of_parts:
+            yield Hop(self, num_tokens, order, sent, received, on_device)
 
 
 class Hop:
-    """Carries tokens to the ranks of their experts, and results back.
+    """Carries the tokens of one part to the ranks of their experts, and the results back.
 
     On rank 0 of the picture above:
 
@@ -231,7 +232,7 @@ class Hop:
     """
 
     def __init__(self, plan, num_tokens, order, sent, received, receive_counts):
-        """plan: the DispatchPlan. The others are those of one part, see there."""
+        """plan: the DispatchPlan. sent, received: counts, lists [rank][local expert]."""
         self.group, self.num_tokens = plan.group, num_tokens
         self.hand_over = plan.hand_over
         self.rows_to = [sum(of_rank) for of_rank in sent]
@@ -243,7 +244,7 @@ class Hop:
         self.order = order[len(order) - sum(self.rows_to) :]
         self.token = self.order // plan.k
 
-    @cached_property  # computed while the first rows travel
+    @cached_property
     def by_expert(self):
         """The order that sorts the rows received by expert.
 
@@ -286,11 +287,14 @@ class Hop:
     def begin_dispatch(self, x, hand_over=None):
         """Begin what dispatch() does; return what end_dispatch() takes.
 
-        hand_over: what to call before waiting for the rows. Short ones need none, since they have
-            arrived with the long ones.
+        hand_over: what to call before waiting for the rows. Short ones need none, since they are
+            posted right after the long ones.
         """
         rows = x.index_select(0, self.token)
-        return post_rows(rows, self.rows_from, self.rows_to, self.group, hand_over)
+        posted = post_rows(rows, self.rows_from, self.rows_to, self.group, hand_over)
+        if len(self.sizes) > 1:
+            self.by_rank  # is computed, once, while the rows travel
+        return posted
 
     def end_dispatch(self, rows, journey):
         return self.sort(await_rows(rows, journey))
@@ -490,8 +494,10 @@ class FullPrecisionLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad
         with full_precision(x.device):
-            return dy @ weight, dy.t() @ x
+            dx = dy @ weight if wants_x else None
+            return dx, dy.t() @ x if wants_weight else None
 
 
 def balance_loss(probabilities, loads, tokens):
@@ -501,7 +507,7 @@ def balance_loss(probabilities, loads, tokens):
     (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
     Types: probabilities V -> P.
     """
-    fractions = loads.to(probabilities.dtype) / loads.sum()
+    fractions = loads.to(probabilities.dtype) / loads.sum().clamp(min=1)  # there may be no token
     return len(loads) * (fractions * probabilities.sum(0)).sum() / tokens
 
 
@@ -596,7 +602,8 @@ class MoE(nn.Module):
         losses are means over the tokens that all ranks of the grid route, and cost an all-reduce of
         E counts over each group. By default, the grid is this rank alone.
     nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
-    activation, gated: of experts and shared experts, see Experts.
+    activation, gated: of experts and shared experts, see Experts. The activation must not have
+        parameters.
     parts: compute the layer in so many parts of the tokens, while others travel: see "a layer in
         parts". All ranks of `group` pass the same number.
     router: further arguments of Router.
@@ -611,6 +618,7 @@ class MoE(nn.Module):
     Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
     dropped, and this rank's parts of the two losses. After a step the caller sums the tallies over
     the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the tally to 0.
+    The tally moves to the device of x in forward, so read the attribute anew in each step.
 
     Raises ValueError if P does not divide num_experts, or if capacity_factor or parts is not
     positive.
@@ -706,7 +714,7 @@ class MoE(nn.Module):
         """Return y, whose backward also computes the losses' gradients and adds to the tally."""
         losses = y.new_zeros(2)  # balance loss, z-loss
         if self.has_losses:
-            tokens = total_loads.sum() // self.router.top_k
+            tokens = (total_loads.sum() // self.router.top_k).clamp(min=1)
             balance = balance_loss(routing.probabilities, total_loads, tokens)
             losses = torch.stack([balance, router_z_loss(routing.logits, tokens)])
         dropped = (experts < 0).sum().view(1)
@@ -734,6 +742,7 @@ class MoE(nn.Module):
 def tally_metrics(tallies, num_microbatches, with_losses):
     """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
 
+    These are the ranks of the grid of MoE's balance_groups.
     expert_load: the largest load divided by the mean, in the worst layer. expert_dropped: the
     fraction of choices dropped. balance_loss, z_loss: means over layers and microbatches.
     """
@@ -930,7 +939,8 @@ def _demonstrate():
         factor = (weights * experts).sum(1, keepdim=True)
         error = max((y - x * factor).abs().max(), (x.grad - factor).abs().max())
         even = expert_parallel_bytes(N, k, D, P, 8)
-        print(f"{P} ranks, {E} experts, top {k}: {traffic.bytes()} bytes sent, {even} if even")
+        even = f"{even} without counts if even"
+        print(f"{P} ranks, {E} experts, top {k}: {traffic.bytes()} bytes sent, {even}")
         print(f"largest difference from one process's results and gradients: {error:.1e}")
 
 

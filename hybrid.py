@@ -35,12 +35,12 @@ Overlap        pp   activations travel while other microbatches compute
 PyTorch's      DTensor over a DeviceMesh combines all axes but pp. Here all tensors are plain
 
 A layout is a choice of these four sizes, of ep, of ZeRO's stage, of the pipeline's schedule and of
---sp. In every layout the grid computes what one process does, up to rounding. The loss is the sum
-of the token losses divided by the *global* number of tokens, so gradients are summed and never
-averaged. Initial weights depend only on the model and the seed, and a batch only on its shape, the
-data, the step and the seed. Four things do depend on the layout: dropout masks, the tokens that
-full experts drop, the experts that --topk-nodes rules out, and balance losses, which are computed
-for each microbatch.
+--sp. With four exceptions, every layout computes what one process does, up to rounding. The loss is
+the sum of the token losses divided by the *global* number of tokens, so gradients are summed and
+never averaged. Initial weights depend only on the model and the seed, and a batch only on its
+shape, the data, the step and the seed. The exceptions, which depend on the layout, are dropout
+masks, the tokens that full experts drop, the experts that --topk-nodes rules out, and balance
+losses, which are computed for each microbatch.
 
 The model is GPT-2 (Radford et al., 2019), down to its parameters' names, or Llama (Touvron et al.,
 2023) under the same names. The grid of pp, dp and tp is from Narayanan et al., "Efficient
@@ -144,8 +144,8 @@ def plain_groups(pp, dp, tp):
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
                 groups[name] = group
-                # Over NCCL, all ranks of a group must take part in its first operation. That of a
-                # pp group would be a message between two of them, so each begins with a barrier.
+                # If a group has only NCCL, all its ranks must take part in its first operation.
+                # That of pp would be a message between two of them, so each begins with a barrier.
                 barrier(group)
     return groups
 
@@ -201,9 +201,8 @@ class PlainLayer(nn.Module):
 class PlainStage(nn.Module):
     """This rank's part of a GPT. pp divides the layers into stages, and tp each layer of a stage.
 
-    whole: see plain_weights(). Every rank makes all of it and keeps its part. The size of pp
-        divides the number of layers. The embeddings and the head are not split over tp, and the
-        head is not tied to the token embedding.
+    whole: see plain_weights(). Every rank makes all of it and keeps its part. The embeddings and
+        the head are not split over tp, and the head is not tied to the token embedding.
     """
 
     def __init__(self, whole, K, groups):
@@ -212,8 +211,10 @@ class PlainStage(nn.Module):
         self.is_first = stage == 0
         self.is_last = stage == num_stages - 1
         self.width = whole["tokens"].size(1)
-        count = len(whole["layers"]) // num_stages
-        own = whole["layers"][stage * count : (stage + 1) * count]
+        count = len(whole["layers"])
+        begin = count * stage // num_stages
+        end = count * (stage + 1) // num_stages
+        own = whole["layers"][begin:end]
         self.layers = nn.Sequential(*[PlainLayer(layer, K, groups["tp"]) for layer in own])
         if self.is_first:
             self.tokens = nn.Parameter(whole["tokens"].clone())
@@ -237,7 +238,7 @@ class PlainStage(nn.Module):
 def plain_step(stage, optimizer, tokens, microbatches, groups):
     """Take one step on tokens (B, T + 1), given to all ranks. Return the mean loss per token.
 
-        dist.init_process_group()  # by torchrun with 8 processes
+        dist.init_process_group("gloo")  # in 8 processes of torchrun, on CPUs
         groups = plain_groups(pp=2, dp=2, tp=2)
         torch.manual_seed(0)
         whole = plain_weights(V=256, T=64, D=128, layers=4)
@@ -246,7 +247,7 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
         for tokens in batches:  # e.g. (8, 65), the same on all ranks
             loss = plain_step(stage, optimizer, tokens, microbatches=4, groups=groups)
 
-    dp divides the B sequences, and microbatches those of a dp rank, without a remainder. All loss
+    dp divides the B sequences without a remainder, and microbatches those of a dp rank. All loss
     terms are divided by the number of tokens in the whole batch, so gradients are summed: over
     microbatches by autograd, and over dp by an all-reduce. Each rank then updates its own weights,
     for which AdamW needs nothing from other ranks.
@@ -260,9 +261,9 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
     own = tokens.chunk(dp)[dp_rank]
     inputs = own[:, :-1].chunk(microbatches)
     targets = own[:, 1:].chunk(microbatches)
-    if not stage.is_first:  # then an input says only what a received tensor is like: one is enough
-        like = torch.empty(*inputs[0].shape, stage.width, device=tokens.device)
-        inputs = [like] * microbatches
+    if not stage.is_first:  # then an input says only what a received tensor is like
+        number = torch.empty((), device=tokens.device)  # the only one that takes memory
+        inputs = [number.expand(*x.shape, stage.width) for x in inputs]
 
     def loss_fn(logits, target):
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
@@ -307,7 +308,7 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     tied head   tokens on the first stage and head on the last begin equal, and their gradients
 #                 are summed over the two, so they stay equal
 #     clipping    the norm's squares are summed over pp and tp. What all ranks of tp have a copy of
-#                 counts on one of them
+#                 counts on one of them, and a tied weight on one of its stages
 #
 # One rule covers all of them: sum a gradient over the ranks that hold the same weight and have
 # computed different parts of its gradient.
@@ -315,7 +316,17 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 # ==== upper floor =================================================================================
 #
 # plain_step() is training on a grid of processes. train() below does the same for all axes, with
-# ZeRO, recomputation and any schedule, and with messages that travel beside the computation. Read
+# ZeRO, recomputation and any schedule, and with messages that travel beside the computation:
+#
+#     plain_step()                       Trainer.launch_step(), finish_step()
+#     one_f_one_b_step()                 Pipeline.step()
+#     the all-reduces of gradients       wrap(), DDP or FSDP, which start them in backward
+#     the rule for sums                  Home, Trainer.sum_shared_gradients()
+#     plain_groups()                     slices_of(), make_mesh()
+#     plain_weights(), plain_part()      initialize(), set_shard(): no rank has a whole weight
+#     PlainStage, PlainLayer             GPT, Block
+#
+# Read
 # "the loop" and "one step" first, then what they rest on: "mesh", "where each parameter lives" and
 # "model". From "text" on, this file serves a long run on real data: data, checkpoints, metrics,
 # flags and errors. A reader who wants the technique alone may skip all that.
@@ -454,12 +465,11 @@ def collects_garbage_by_hand():
 class Trainer:
     """One rank's part of the training, given its Args and its Mesh, which are described below.
 
-    Homes and Placements are described under "where each parameter lives".
     positions: the positions of each sequence that this rank holds.
     replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
     chunks: a GPT for each pipeline stage that this rank has; unique_chunks: those of one replica.
-    homes: the Home of all parameters but experts, and that of experts.
-    placements: a Placement for each parameter and buffer of this rank.
+    homes: Homes, and placements: a Placement for each parameter and buffer of this rank, both
+        described under "where each parameter lives".
     mixtures: {row in sum_tallies(): MoE} of this rank's mixtures of experts.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     optimizer: that of make_optimizer(). optimizer_options: its groups' options before the first
@@ -499,9 +509,11 @@ class Trainer:
         evaluation = forward_only(args.pp, args.microbatches, schedule.routes[0])
         stages = self.stages[: len(self.unique_chunks)]
         self.evaluation = Pipeline(stages, evaluation, self.loss, **options)
-        # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all of them
-        options |= {"defer": deferred, "sync_each": args.zero > 1}
-        self.pipeline = Pipeline(self.stages, schedule, self.loss, **options)
+        self.pipeline = Pipeline(
+            self.stages, schedule, self.loss, **options, defer=deferred,
+            # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all
+            sync_each=args.zero > 1,
+        )  # fmt: skip
         if args.overlap:
             for mixture in self.mixtures.values():
                 mixture.hand_over = self.pipeline.turns.hand_over
@@ -550,11 +562,11 @@ class Trainer:
         # The host waits for the device here. Elsewhere in a step it waits only in layers with
         # experts, and in update() for an optimizer that is not fused.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
-        self.steps_done += 1
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             check_vocabulary(inputs, targets, args.vocab_size)
             numbers = "loss {loss:.4f}, grad norm {grad_norm:.3f}".format_map(metrics)
-            raise TrainingError(f"step {self.steps_done} is not finite: {numbers}")
+            raise TrainingError(f"step {self.steps_done + 1} is not finite: {numbers}")
+        self.steps_done += 1
         return metrics | {"lr": rate}
 
     def forward_backward(self, inputs, targets):
@@ -627,8 +639,8 @@ class Trainer:
             groups.append(home.split_group)
             nothing = torch.zeros(0, device=self.device)  # a rank that counts nothing takes part
             # A rank without experts skips their Home, as do all ranks of its groups, which have the
-            # same layers. The other Home is never skipped, so that there is a norm.
-            if own or not norms:
+            # same layers. Every rank has other parameters, so there is a norm.
+            if own:
                 norms.append(get_total_norm([nothing, *counted], groups=groups))
         return get_total_norm(norms, groups=[self.mesh.pp_group])
 
@@ -637,7 +649,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.optimizer.defaults.get("fused"):
-            self.optimizer.found_inf = (~is_finite).float()  # the step does nothing if this is 1
+            # as with torch.amp.GradScaler, a fused step changes nothing if this is 1
+            self.optimizer.found_inf = (~is_finite).float()
             self.optimizer.step()
         elif is_finite:  # for which the host waits
             self.optimizer.step()
@@ -706,15 +719,15 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
     # a route lists the slot of each stage, (rank, number among the rank's chunks)
     stage_at = {slot: stage for route in routes for stage, slot in enumerate(route)}
     divided = divide_layers(args, routes)
+    parallel = Parallel(
+        tp_group=mesh.tp_group,
+        random=ShardedRandomState(device, mesh.tp_group),
+        attention_fn=cp_fn if args.cp > 1 else attention,
+        defer=deferred,
+        make_moe=partial(make_moe, args, mesh),
+    )
     chunks = []
     for stage in [stage_at[slot] for slot in sorted(stage_at) if slot[0] == rank]:
-        parallel = Parallel(
-            tp_group=mesh.tp_group,
-            random=ShardedRandomState(device, mesh.tp_group),
-            attention_fn=cp_fn if args.cp > 1 else attention,
-            defer=deferred,
-            make_moe=partial(make_moe, args, mesh),
-        )
         with torch.device("meta"):  # parameters get memory below; positions have it already
             chunk = GPT(
                 args, parallel, positions.to(device), divided[stage],
@@ -750,8 +763,9 @@ def wrap_in_ddp(homes, chunks, weights):
 def wrap_in_zero(args, homes, chunks, weights):
     """Wrap each chunk in FullyShardedDataParallel. weights: the Placements of parameters.
 
-    With bf16, a weight's gradient from one microbatch is rounded to bf16. These gradients are then
-    summed in fp32, over microbatches and over ranks. A router's weight is in fp32 everywhere.
+    With bf16, gradients are summed in fp32, over microbatches and over ranks. On a GPU, linear
+    layers also compute theirs in fp32. Elsewhere, a gradient from one microbatch is first rounded
+    to bf16. A router's weight is in fp32 everywhere.
     """
     is_bf16 = args.dtype == "bf16"
     groups = {}
@@ -780,6 +794,8 @@ def wrap_in_zero(args, homes, chunks, weights):
         stages.append(stage)
     return stages
 
+
+# ---- the optimizer -------------------------------------------------------------------------------
 
 # the optimizers of PyTorch that update each element by itself
 ELEMENTWISE = (
@@ -828,11 +844,12 @@ def learning_rate(step, args):
 
         lr         ___________________
                   /                   \    linear, or half a period of a cosine
-        min_lr   /                     \
+                 /                     \   (Loshchilov and Hutter, 2017)
+                /                       min_lr
               warmup       stable       decay
 
-    By default the decay begins right after the warm-up (Loshchilov and Hutter, 2017). With fewer
-    --decay-steps, the rate is stable in between (Hu et al., "MiniCPM", 2024).
+    By default the decay begins right after the warm-up. With fewer --decay-steps, the rate is
+    stable in between (Hu et al., "MiniCPM", 2024).
     """
     if step < args.warmup:
         return args.lr * (step + 1) / (args.warmup + 1)
@@ -925,7 +942,8 @@ def make_mesh(args, groups=None):
         set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
-        # NCCL without a bound GPU needs all ranks in a group's first operation, which is this one
+        # if a group has only NCCL, without a bound GPU, all ranks must take part in its first
+        # operation, which is this one
         if not is_bound_to_gpu():
             barrier(group)
     return Mesh(**mine)
@@ -962,12 +980,13 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     replicas = differing(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
     in_tp = math.gcd(ep, tp)
-    # Dims: stage, copy in dp x cp, part in dp x cp, copy in tp, part in tp. In a stage, a rank's
-    # coordinates on the part dims say which experts it holds, and those on the copy dims say which
-    # ep_group it is in. Mesh's examples have the shapes (1, 2, 2, 1, 2) and (1, 2, 1, 2, 2).
+    # Experts divide dp x cp and tp into copies and parts. A rank's coordinates on the part dims say
+    # which experts it holds, and those on the copy dims say which ep_group of the stage it is in.
+    # Mesh's examples have the shapes (1, 2, 2, 1, 2) and (1, 2, 1, 2, 2).
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
-    ep_groups = differing(domain, 2, 4)
-    expert_replicas = differing(domain, 1)
+    _, COPY, PART, TP_COPY, TP_PART = range(5)  # dims; the first is the stage
+    ep_groups = differing(domain, PART, TP_PART)
+    expert_replicas = differing(domain, COPY)
     shard_copies = math.gcd(replicate, expert_replicas.shape[1])
     # A row consists of `count` runs of neighbours. A group is one run, or one rank of each run.
     runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
@@ -984,7 +1003,7 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         "expert_dp_group": expert_replicas,
         "expert_shard_group": runs_of(expert_replicas, shard_copies),
         "expert_replicate_group": across_runs(expert_replicas, shard_copies),
-        "expert_tp_group": differing(domain, 3),
+        "expert_tp_group": differing(domain, TP_COPY),
         "embedding_group": differing(ends, 0),
         "node_group": runs_of(ep_groups, ep_nodes),
         "cross_group": across_runs(ep_groups, ep_nodes),
@@ -1005,12 +1024,12 @@ def differing(grid, *dims):
 # splits rows.
 #
 #     parameter                        split over      its gradient is summed over
-#     wte, lm_head                     tp, by rows     dp x cp; if tied, first and last stage
+#     wte, lm_head                     tp, by rows     dp x cp, then, if tied, first and last stage
 #     c_attn, c_fc, with biases        tp, by rows     dp x cp
 #     c_proj.weight                    tp, by columns  dp x cp
-#     c_proj.bias, ln_*, wpe           nothing         dp x cp; with --sp tp
-#     router, shared experts           nothing         dp x cp; tp
-#     w_in, w_out of experts           ep, by experts  expert_dp_group; expert_tp_group
+#     c_proj.bias, ln_*, wpe           nothing         dp x cp, then, with --sp, tp
+#     router, shared experts           nothing         dp x cp, then tp
+#     w_in, w_out of experts           ep, by experts  expert_dp_group, then expert_tp_group
 #
 # With DualPipe, gradients are also summed over the two ranks of pp that hold the same stage.
 #
@@ -1028,7 +1047,7 @@ class Home:
                        all others         experts
     split_group        tp_group           ep_group                 together they hold all parts
     copies_group       tp_group           expert_tp_group          ranks of tp that may hold copies
-    dp_group           dp_cp_group        expert_dp_group          ranks of dp x cp with these
+    dp_group           dp_cp_group        expert_dp_group          ranks of dp x cp, the same part
     shard_group        shard_group        expert_shard_group       ZeRO cuts a part over these
     replicate_group    replicate_group    expert_replicate_group   ranks with the same shard
 
@@ -1168,7 +1187,11 @@ def flag(default, help, **details):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A GPT. In shapes, D is hidden, V is vocab_size, T is seq_len / cp, and B counts sequences."""
+    """A GPT.
+
+    In shapes, D is hidden, V is vocab_size, T is seq_len / cp, B counts sequences, F is mlp_width,
+    H is heads / tp, and K is D / heads.
+    """
 
     layers: int = flag(4, "number of transformer layers", below=10**5, group="model")
     hidden: int = flag(128, "width of the model")
@@ -1517,6 +1540,9 @@ class GPT(nn.Module):
             self.positions = positions.chunk(tp)[rank]
 
 
+# ---- what layers cost, and how stages share them -------------------------------------------------
+
+
 def divide_layers(config, routes):
     """Return the range of each stage's layers, chosen so that the costliest rank costs least.
 
@@ -1538,8 +1564,8 @@ def divide_layers(config, routes):
     sizes = [0 for _ in stages]
 
     def preference(stage):
-        needs_none = sizes[stage] > 0 or stage in (stages[0], stages[-1])
-        return needs_none, of_holders[holders[stage]], costs[stage], -stage
+        may_wait = sizes[stage] > 0 or stage in (stages[0], stages[-1])  # False comes first
+        return may_wait, of_holders[holders[stage]], costs[stage], -stage
 
     for _ in range(config.layers):
         stage = min(stages, key=preference)
@@ -1595,7 +1621,7 @@ def initialize(placements, seed):
         dim = row.shard.dim if row.shard else 0
         _, views = views_in_whole(tensor, tensor, row.shard)
         for first_index, view in views.items():
-            rows = view.movedim(dim, 0)  # those of a matrix that is split by columns are columns
+            rows = view.movedim(dim, 0)  # each has a random stream, so other ranks' are not drawn
             rows.copy_(normal(rows.shape, row.initial.std, f"{seed} {row.name}", first_index[dim]))
 
 
@@ -2850,7 +2876,7 @@ class Args(GPTConfig):
     # what an optimizer step does
     batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)",
                                   group="optimisation")  # fmt: skip
-    steps: int = flag(1200, "optimizer steps")
+    steps: int = flag(1200, "optimizer steps", below=10**8)
     lr: float = flag(3e-3, "peak learning rate")
     warmup: int = flag(20, "steps of linear warm-up", least=0)
     lr_decay: str = flag("cosine", "shape of the final decay of the learning rate",

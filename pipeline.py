@@ -37,9 +37,9 @@ It sends       per microbatch, activations to the next stage and a gradient to t
 Overlap        below that line, messages travel while ranks compute, and a rank begins to receive
                before it needs the data. In 1F1B, ranks still wait for some messages, because a rank
                often needs what its neighbour has just made
-PyTorch's      torch.distributed.pipelining has a class for most schedules, and also cuts models
-               into stages. By default, it divides gradients by the number of microbatches; here
-               loss_fn returns a microbatch's share of the loss
+PyTorch's      torch.distributed.pipelining has GPipe, 1F1B, interleaved 1F1B, ZB-V, DualPipeV and
+               others, and also cuts models into stages. By default, it divides gradients by the
+               number of microbatches; here loss_fn returns a microbatch's share of the loss
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
@@ -88,7 +88,7 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
         their shape, floating-point dtype and device, which must be those of the tensors they
         receive. So if stages keep the shape of their input, all ranks can pass the same inputs. If
         the first stage embeds tokens, the others pass tensors made by torch.empty() (see
-        plain_step() in hybrid.py). The last rank uses targets.
+        plain_step() in hybrid.py). Only the last rank uses targets.
     loss_fn returns a microbatch's share of the loss, such as its mean divided by the number of
         microbatches, because the gradients of the shares are summed.
     group: the ranks of the pipeline, or None for all that torchrun has started.
@@ -104,7 +104,7 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     rank, world_size = rank_and_size(group)
     last = world_size - 1
     passes = []  # (input, output) of each microbatch; on the last rank its loss is the output
-    for x, target in zip(inputs, targets):
+    for i, x in enumerate(inputs):
         if rank > 0:
             x = x.new_empty(x.shape)  # contiguous, as messages must be
             exchange([], [(x, rank - 1)], group)
@@ -113,7 +113,7 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
         if rank < last:
             exchange([(output.detach(), rank + 1)], [], group)
         else:
-            output = loss_fn(output, target)  # a scalar, whose backward needs no gradient
+            output = loss_fn(output, targets[i])  # a scalar, whose backward needs no gradient
         passes.append((x, output))
     for x, output in passes:
         grad_output = None
@@ -226,7 +226,8 @@ class Action(NamedTuple):
 
     kind: "F" is a forward and "B" a backward. "I" and "W" are the halves of a backward. I computes
     the gradient of the stage's input, for which the previous stage waits. W computes the gradient
-    of its weights, for which no other stage waits. Each is about half of the work.
+    of its weights, for which no other stage waits. Each is about half of the work. (The paper on
+    zero bubbles writes B for I.)
     """
 
     kind: str
@@ -495,7 +496,8 @@ def dualpipe_v(num_stages, num_microbatches):
 def _dualpipe_letters(rank, p, per_end):
     """Spell the eight steps of DeepSeek's schedule. per_end: microbatches from each end.
 
-    On rank 0 of p = 4, with 4 from each end, the steps are FF Ff iwf FbfB bfB bI WI W.
+    On rank 1 of p = 8, with 8 from each end, the steps are FFFF FfFf iwfiwf FbfBFbfB bfBbfB bBiI
+    wIWI WW.
     """
     depth = min(rank, p - 1 - rank)  # the distance to the nearer end, 0 on the first and last rank
     inner = p // 2 - 1 - depth  # the number of ranks between this one and the middle
@@ -525,7 +527,9 @@ def pair_up(schedule):
     This is what DualPipe is for: the two passes of a pair take turns (see Turns), so that one
     computes while the other's tokens travel to experts and back. A pair begins when the inputs of
     both have arrived, and sends both results at its end. dualpipe() and dualpipe_v() can finish
-    with pairs, and their bubbles are then at most what the table says. The F and B of 1F1B are of
+    with pairs. Their bubbles are then at most what the table says if F <= I, and otherwise up to
+    (p/2-1)(F-I) more, for dualpipe_v (p-1)(F-I)/2. A pair pays only if its passes take less time in
+    turns than one after the other, as they do if messages take long. The F and B of 1F1B are of
     one chunk, on the last rank even of one microbatch. To pair them, 1F1B would need a warm-up of
     2(p-r)-1 forwards in place of p-r-1, and hold twice the activations.
     """
@@ -744,12 +748,15 @@ def draw(schedule):
 # Transfers have one global order, and each rank posts its own in this order. It posts a send when
 # its earlier transfers are posted and the tensor is made. At most as many receives as there are
 # ranks are posted and not waited for, or more if an action needs a later one. Then no rank waits
-# forever, whether sends are buffered (gloo) or meet their receives in the order of
-# posting (NCCL). Proof: suppose that some transfers are never done, and take the first of them. All
-# earlier ones are done. Neither of its ranks is stuck before it has posted it, because until then
-# it waits for earlier transfers only: in the simulation, what a rank needed for an action arrived
-# before the action, so before all that the rank made by it or afterwards. So the sender makes the
-# tensor and posts its send, the receiver posts its receive, and with both posted it is done.
+# forever, whether a message waits for its own receive alone (gloo) or also for all that its ranks
+# posted before it (NCCL). Proof:
+#
+#     1. Suppose that some transfers are never done. Take the first of them: all earlier ones are.
+#     2. In the simulation, what a rank needs for an action arrives before what the action makes.
+#     3. A rank is stuck only in a wait. Until it has posted this transfer, it waits for earlier
+#        ones only: for those it has posted, and by 2 for those that its actions need.
+#     4. So the sender makes the tensor and posts its send, and the receiver posts its receive. With
+#        both posted, the transfer is done, against 1.
 #
 # The order is that of arrival in a simulation in which messages take a little time. If they took
 # none, a rank's receive would often tie with one of its sends. If the send came first, the receive
@@ -770,7 +777,7 @@ def program(schedule, rank):
     """
     transfers = simulate(schedule, message=SHORT).transfers
     unposted = deque(t for t in transfers if rank in (t.source, t.destination))
-    most = len(schedule)  # bounds the memory of pending sends, and of receives
+    most = len(schedule)  # pending receives, and sends up to one more, whose memory this bounds
     made = set()
     sent = deque()
     arriving = set()
@@ -780,6 +787,7 @@ def program(schedule, rank):
         while unposted:
             transfer = unposted[0]
             is_receive = transfer.destination == rank
+            # later receives can wait, unless the action needs one that is not posted yet
             if is_receive and len(arriving) >= most and needed not in unposted:
                 return
             if not is_receive and transfer not in made:
@@ -847,7 +855,10 @@ class WeightGradStore:
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer that can defer its weight's gradient to W. defer: a WeightGradStore."""
+    """A linear layer that can defer its weight's gradient to W. defer: a WeightGradStore.
+
+    It is the plain form of what the layers of tensor_parallel.py do.
+    """
 
     def __init__(self, *sizes, defer):
         super().__init__(*sizes)
@@ -1154,7 +1165,8 @@ class Pipeline:
         except RuntimeError as error:
             # PyTorch writes "in-place operation" in a forward, and "inplace" in a backward
             if "place operation" in str(error):
-                error.add_note(f"rank {self.rank}: a stage must not change its input in place")
+                what = "its input, or what its backward needs"
+                error.add_note(f"rank {self.rank}: a stage must not change in place {what}")
             raise
 
     def _forward(self, action, x):
@@ -1224,7 +1236,8 @@ def _syncing(stage, reduces):
 def _check_schedule(schedule, stages, group):
     """Raise ValueError on all ranks if schedules differ, or on a rank whose stages do not fit."""
     rank, num_stages = rank_and_size(group)
-    # NCCL needs all ranks in a group's first operation, so this gather must precede step().
+    # In a group that has only NCCL, all ranks must take part in the first operation, so this gather
+    # must precede step().
     schedules = gather_objects((list(schedule), schedule.routes, schedule.pairs), group)
     if any(other != schedules[0] for other in schedules):
         raise ValueError("the ranks of the group have different schedules")

@@ -28,7 +28,8 @@ The last part is about recomputation and what layers keep for backward, with or 
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
-for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023.
+for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023. Milakov and Gimelshein,
+"Online normalizer calculation for softmax", 2018 (how parts of attention are merged).
 
     torchrun --nproc-per-node 4 sequence_parallel.py    prints claimed and counted bytes, and errors
 """
@@ -56,7 +57,8 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
     """Return x + MLP(norm(x)) for this rank's tokens x, (T/t, B, D), in a group of t ranks.
 
     up: (F/t, D) and down: (D, F/t), this rank's parts of the weights of an MLP of width F.
-    norm: its gradients cover this rank's tokens only, and must still be summed over the group.
+    norm: a module. The gradients of its parameters cover this rank's tokens only, and must still be
+        summed over the group.
     Types (see "derivatives" in collectives.py): x, up, down: V; parameters of norm: R; result: V.
     Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep only
     norm(x), and gather it again in backward. The MLP and attention do so once each: these are the
@@ -100,7 +102,7 @@ def simple_ring_attention(q, k, v, group=None):
 
     Autograd does not follow plain_exchange(), so there is no backward. ring_attention() has one,
     overlaps messages with computation, skips what the mask hides, does not overflow in exp(), and
-    expects a sequence order that gives all ranks equal work.
+    expects the zig-zag order (below), which gives all ranks equal work.
     """
     rank, world_size = rank_and_size(group)
     kv = torch.stack([k, v])
@@ -118,6 +120,27 @@ def simple_ring_attention(q, k, v, group=None):
             plain_exchange([(kv, (rank + 1) % world_size)], receives, group)
             kv, arriving = arriving, kv
     return output / total
+
+
+# Ulysses does not split attention over positions, but over heads, which are independent. Before and
+# after it, an all-to-all exchanges positions for heads.
+
+
+def simple_ulysses_attention(q, k, v, group=None):
+    """Do the same as simple_allgather_attention(), but for all positions of 1/P of the heads.
+
+    P must divide the number of heads. Types: V, V, V -> V.
+    """
+    _, world_size = rank_and_size(group)
+
+    def exchanged(x, cut, joined):  # cut along one dim, and joined along another
+        parts = torch.stack(x.chunk(world_size, cut))  # part j is for rank j
+        parts = all_to_all_in_group(parts, group=group)  # part j is from rank j
+        return torch.cat(parts.unbind(), joined)
+
+    q, k, v = (exchanged(x, cut=1, joined=2) for x in (q, k, v))  # (B, H/P, T, K)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return exchanged(y, cut=2, joined=1)  # (B, H, T/P, K)
 
 
 # ==== upper floor =================================================================================
@@ -146,7 +169,7 @@ def context_positions(seq_len, group=None):
 
 
 def _check_chunks(seq_len, cp):
-    if seq_len % (2 * cp):
+    if seq_len % (2 * cp) or not seq_len:
         raise ValueError(f"{seq_len=} is not {2 * cp} equal chunks for {cp=}")
 
 
@@ -433,6 +456,8 @@ def context_parallel_bytes(
         return (cp - 1) * kv * itemsize, (cp - 1) * kv * grad_itemsize
     if method == "ring":
         return (cp - 1) * kv * itemsize, (cp - 1) * kv * (itemsize + grad_itemsize)
+    if method != "ulysses":
+        raise ValueError(f"{method=} is not 'allgather', 'ring' or 'ulysses'")
     nbytes = 2 * (heads + max(kv_heads, cp)) * head * (cp - 1) // cp * itemsize
     return nbytes, nbytes
 

@@ -151,7 +151,8 @@ def own_part(indices, start, size):
 def split_embedding(tokens, weight, group=None):
     """Look tokens up in an embedding of which rank r has the r-th part, (vocabulary/P, D).
 
-    A rank takes zeros for tokens whose rows it does not have, and the results are summed.
+    A rank takes zeros for tokens whose rows it does not have, and the results are summed. Tokens
+    outside the vocabulary are not noticed, as they are by VocabParallelEmbedding.
     Types: weight V -> I.
     """
     rank, _ = rank_and_size(group)
@@ -218,7 +219,7 @@ CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}
 def gather_and_multiply(x, weight, bias=None, group=None):
     """Gather every rank's x into X. Return X and F.linear(X, weight, bias)."""
     rank, P = rank_and_size(group)
-    weight = weight.to(x.dtype)
+    weight = autocasted(weight)
     whole = x.new_empty(P, *x.shape)
     whole[rank] = x
     y = x.new_empty(P, *x.shape[:-1], len(weight))
@@ -239,7 +240,7 @@ def gather_and_multiply(x, weight, bias=None, group=None):
 def multiply_and_scatter(x, weight, group=None):
     """Return this rank's chunk of the sum of F.linear(x, weight) over the ranks."""
     rank, P = rank_and_size(group)
-    weight = weight.to(x.dtype)
+    weight = autocasted(weight)
     inputs = x.chunk(P)
     parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # summands of this rank's chunk
     works = []
@@ -261,7 +262,7 @@ def _linear_into(output, x, weight, bias=None):
     if bias is None:
         torch.mm(*operands, out=output.flatten(0, -2))
     else:
-        torch.addmm(bias.to(x.dtype), *operands, out=output.flatten(0, -2))
+        torch.addmm(autocasted(bias), *operands, out=output.flatten(0, -2))
 
 
 # ---- linear functions ----------------------------------------------------------------------------
@@ -307,7 +308,8 @@ class _ColumnLinear(torch.autograd.Function):
         # Backward needs the parameter itself, but checkpoint() detaches what is saved.
         ctx.arguments = weight, group, split, store
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        if split and x.nbytes >= CHUNK_BYTES[x.device.type]:
+        by_chunks = split and dist.get_world_size(group) > 1
+        if by_chunks and x.nbytes >= CHUNK_BYTES[x.device.type]:
             return gather_and_multiply(x, weight, bias, group)[1]
         return F.linear(begin_gather(x, split, group)(), weight, bias)
 
@@ -346,7 +348,7 @@ class _RowLinear(torch.autograd.Function):
         if split and len(x) % P:
             raise ValueError(f"T={len(x)} is not divisible by tp={P}")
         chunk_bytes = x.nbytes // x.shape[-1] // P * len(weight)  # of Z
-        by_chunks = split and chunk_bytes >= CHUNK_BYTES[x.device.type]
+        by_chunks = split and P > 1 and chunk_bytes >= CHUNK_BYTES[x.device.type]
         ctx.arguments = weight, group, split, store, by_chunks
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if by_chunks:
@@ -361,7 +363,7 @@ class _RowLinear(torch.autograd.Function):
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         dx = dweight = None
         if wants_x and by_chunks:
-            dy, dx = gather_and_multiply(dy, weight.t(), None, group)
+            dy, dx = gather_and_multiply(dy, weight.to(dy.dtype).t(), None, group)
         else:
             dy = begin_gather(dy, split, group)()
             if wants_x:
@@ -883,6 +885,7 @@ class _CrossEntropy(torch.autograd.Function):
             minus_one.mul_(1 - smoothing)
         grad = softmax.scatter_add_(-1, local, minus_one.unsqueeze(-1))
         ctx.ignored = target == ignore_index
+        grad.masked_fill_((unknown & ~ctx.ignored).unsqueeze(-1), math.nan)
         ctx.save_for_backward(logits.detach().copy_(grad) if inplace else grad.to(logits.dtype))
         return (normalizer.log() - target_logit).masked_fill(ctx.ignored, 0)
 
@@ -910,10 +913,11 @@ def vocab_parallel_cross_entropy(
         In 16 bits forward also has N V_r fp32 numbers for a time, either way.
     label_smoothing: as in F.cross_entropy(), over the whole vocabulary.
     Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
-    NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group, 4 N
-    with label_smoothing. Each backward with retain_graph=True copies the gradient, which takes
-    another N V_r elements. To train on the mean of the losses, divide their sum by the number of
-    targets that count on all ranks of dp: DistributedDataParallel (ddp.py) shows how.
+    NaN, as is the gradient, where it is otherwise outside the vocabulary. 3 N numbers are reduced
+    over the group, 4 N with label_smoothing. Each backward with retain_graph=True copies the
+    gradient, which takes another N V_r elements. To train on the mean of the losses, divide their
+    sum by the number of targets that count on all ranks of dp: DistributedDataParallel (ddp.py)
+    shows how.
 
     Raises ValueError unless 0 <= label_smoothing <= 1, and unless there are as many logits as this
     rank's part has columns, as there are not if they have been gathered.

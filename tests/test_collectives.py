@@ -27,9 +27,9 @@ from collectives import (
     all_reduce, all_reduce_bytes, all_reduce_cost, all_to_all_in_group, all_to_all_single,
     backend_function, barrier, broadcast, check_parameters, choose, copy_to_group, count_bytes,
     exchange, gather, gather_from_group, gather_objects, observe, plain_all_reduce,
-    rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes, reduce_scatter_single,
-    reduce_scatter_to_group, ring_all_reduce, scatter, scatter_to_group, set_backend_collectives,
-    set_ranks_per_node,
+    plain_exchange, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes,
+    reduce_scatter_single, reduce_scatter_to_group, ring_all_reduce, scatter, scatter_to_group,
+    set_backend_collectives, set_ranks_per_node,
 )
 from gpu_counts import as_on_nccl, nccl_over_gloo, post_nowhere
 from ranks import PROJECT, least_bytes, on_ranks, run, soak, spawn
@@ -268,6 +268,53 @@ def check_every_algorithm():
             all_reduce(tensor, algorithm=name)
         bits = torch.cat([tensor.double() for tensor in noise])
         assert all(torch.equal(bits, others) for others in gather_objects(bits)), name
+
+
+@on_ranks(2, 3, 4, 5)
+def test_min_and_products_have_the_same_bits_on_all_ranks():
+    """min() of +0 and -0 may be either, and products of complex numbers depend on the order."""
+    rank, P = rank_and_size()
+    for name, ranks_per_node in [("auto", 1), *_algorithms(P)]:
+        set_ranks_per_node(ranks_per_node)
+        zeros = torch.tensor([0.0, -0.0]).repeat(30)[rank : rank + 37].contiguous()
+        all_reduce(zeros, ReduceOp.MIN, algorithm=name)
+        factors = torch.complex(_normal(37, seed=rank), _normal(37, seed=rank + P))
+        all_reduce(factors, ReduceOp.PRODUCT, algorithm=name)
+        bits = zeros.view(torch.int32).tolist(), torch.view_as_real(factors).tolist()
+        assert gather_objects(bits) == P * [bits], name
+
+
+def _conjugated(x):
+    """Return x with the same values, which are conjugated when they are read."""
+    return x.conj().resolve_conj().conj()
+
+
+def _negated(x):
+    return torch._neg_view(x.neg())
+
+
+@pytest.mark.parametrize("lay", [_conjugated, _negated])
+@on_ranks(3)
+def test_tensors_that_are_conjugated_or_negated_when_they_are_read_are_sent_as_they_are_read(lay):
+    rank, P = rank_and_size()
+    everyone = torch.complex(_integers(P, 3 * P), _integers(P, 3 * P, seed=1))
+    for name, ranks_per_node in [("auto", 1), *_algorithms(P)]:
+        set_ranks_per_node(ranks_per_node)
+        own = lay(everyone[rank])
+        assert own.is_conj() or own.is_neg()
+        all_reduce(own, algorithm=name)
+        _same(own, everyone.sum(0))
+    whole = lay(torch.zeros_like(everyone)).flatten()
+    all_gather_single(whole, lay(everyone[rank]))
+    _same(whole, everyone.flatten())
+    own = lay(everyone[rank])
+    broadcast(own, 1)
+    _same(own, everyone[1])
+    for send in (exchange, plain_exchange):
+        with pytest.raises(ValueError, match=r"from rank 1 is a view of .*, conjugated or negated"):
+            send([], [(lay(everyone[rank]), 1)])
+        with pytest.raises(ValueError, match=r"to or from rank 2 is a view of .* strides \(2,\)$"):
+            send([(torch.ones(4)[::2], 2)], [])
 
 
 @on_ranks(1, 2, 3, 4)

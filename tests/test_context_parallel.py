@@ -18,6 +18,7 @@ from reference_gpt import attention
 from sequence_parallel import (
     allgather_attention, context_parallel_bytes, context_positions, gathered_blocks,
     ring_attention, ring_block, simple_allgather_attention, simple_ring_attention,
+    simple_ulysses_attention,
     ulysses_attention,
 )
 from transformer import Peak, saved_bytes
@@ -56,6 +57,24 @@ def test_the_short_form_that_gathers_agrees_with_the_full_one_and_with_one_rank(
     for part, other, whole in zip(found, full, _reference(tensors, grad), strict=True):
         assert_close(part, whole[:, :, positions])
         assert_close(other, whole[:, :, context_positions(6 * P)])
+
+
+@on_ranks(1, 2, 3)
+def test_the_short_form_of_ulysses_agrees_with_one_rank():
+    rank, P = rank_and_size()
+    torch.manual_seed(0)
+    *tensors, grad = torch.randn(4, 2, 2 * P, 3 * P, 5, dtype=torch.float64)
+    positions = torch.arange(3 * P).chunk(P)[rank]
+    found = _attend(simple_ulysses_attention, tensors, grad, positions, torch.float64)
+    for part, whole in zip(found, _reference(tensors, grad), strict=True):
+        assert_close(part, whole[:, :, positions])
+
+
+def test_a_sequence_without_tokens_and_an_unknown_method_are_refused():
+    with pytest.raises(ValueError, match="method='Ring' is not 'allgather', 'ring' or 'ulysses'"):
+        context_parallel_bytes("Ring", 1, 8, 2, 2, 4, 2)
+    with pytest.raises(ValueError, match="seq_len=0 is not 4 equal chunks for cp=2"):
+        sequence_parallel._check_chunks(0, 2)
 
 
 @on_ranks(1, 2, 3)

@@ -672,6 +672,28 @@ def test_a_bucket_holds_gradients_of_one_dtype_which_may_differ_from_the_weights
 # ---- clipping ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("as_views", [False, True])
+@on_ranks(2)
+def test_gradients_and_buffers_that_are_conjugated_when_they_are_read_are_averaged(as_views):
+    """The gradient of a weight that is used as weight.conj() is such a one."""
+    torch.manual_seed(0)
+    rank, P = rank_and_size()
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+    net.register_buffer("shift", torch.randn(5, dtype=torch.complex128).conj())
+    net.forward = lambda x: (x * (net.weight.conj() + net.shift)).real.sum()
+    inputs = torch.randn(P, 5, dtype=torch.complex128)
+    expected = torch.autograd.grad(sum(map(net, inputs)) / P, net.weight)[0]
+    model = DistributedDataParallel(net, gradient_as_bucket_view=as_views)
+    model(inputs[rank]).backward()
+    torch.testing.assert_close(net.weight.grad, expected)
+    net.weight.grad = None
+    net(inputs[rank]).backward()
+    net.weight.grad = net.weight.grad.conj().resolve_conj().conj()
+    average_gradients(net)
+    torch.testing.assert_close(net.weight.grad, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("sizes", [[1], [500, 60], [9_000], [33_000, 0], [10**6, 900, 70_001]])
 def test_a_norm_of_millions_of_elements_is_as_exact_as_that_of_a_few(sizes, dtype):

@@ -659,10 +659,19 @@ def test_the_demonstration_prints_the_bytes_of_the_formula_and_those_that_are_se
     with least_bytes(), count_bytes() as traffic:
         dispatch_and_combine(x.double(), experts, torch.rand(64, 2), 2 * P, lambda rows, *_: rows)
     printed = demonstration(expert_parallel)
-    counted, even = map(int, re.findall(r"(\d+) bytes sent, (\d+) if even", printed)[0])
+    counted, even = map(int, re.findall(r"(\d+) bytes sent, (\d+) without counts if even", printed)[0])
     assert rank > 0 or counted == traffic.bytes()
     assert even == 2 * (64 * 2 * 32 * 8) * (P - 1) // P
     assert float(printed.split()[-1]) < 1e-12
+
+
+@on_ranks(2)
+def test_a_rank_without_tokens_adds_zeros_to_its_tally():
+    """Its balance losses are means over no token, if its grid is itself."""
+    layer = MoE(4, 8, 4, 2, balance_coefficient=0.1, z_coefficient=0.1)
+    x = torch.randn(3 * (1 - dist.get_rank()), 4, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.tally.isfinite().all() and layer.tally.any() == (dist.get_rank() == 0)
 
 
 @on_ranks(1)

@@ -59,6 +59,10 @@ def test_paired_schedules_finish_with_the_bubble_and_the_peak_of_the_table():
         for F, B, W in (1, 2, 1), (1, 2, 0.5), (1, 3, 1), (0.5, 2, 1):
             timeline = simulate(schedule, F / parts, B / parts, weight=W / parts)
             assert max(timeline.bubble) <= bubble_time(name, p, m, F, B, W) + 1e-9
+        for F, B, W in (3, 4, 2), (2, 2, 1), (1.5, 2.2, 1):  # forwards longer than I
+            timeline = simulate(schedule, F / parts, B / parts, weight=W / parts)
+            more = (p - 1) * (F - B + W) / 2 if parts == 2 else (p / 2 - 1) * (F - B + W)
+            assert max(timeline.bubble) <= bubble_time(name, p, m, F, B, W) + more + 1e-9
         assert max(timeline.peak) == parts * peak_activations(name, p, m)
         simulate(schedule, message=SHORT)
 

@@ -27,8 +27,8 @@ from tensor_parallel import (
     AlexNet, ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
     ShardedRandomState, VocabParallelEmbedding, alexnet_bytes, attention, boxes_between,
     check_gradients_over_tp, column_linear, column_parallel_linear, mark_sum_over_tp,
-    parameters_to_sum_over_tp, row_linear, set_shard, shards_of, split_attention,
-    split_cross_entropy, split_embedding, split_mlp, sum_gradients_over_tp,
+    parameters_to_sum_over_tp, row_linear, row_parallel_linear, set_shard, shards_of,
+    split_attention, split_cross_entropy, split_embedding, split_mlp, sum_gradients_over_tp,
     tensor_parallel_layer_bytes, views_in_whole, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
@@ -659,8 +659,21 @@ def test_ids_outside_the_vocabulary_give_nan():
     y = embedding(ids)
     assert y.isnan().any(-1).tolist() == y.isnan().all(-1).tolist() == [0, 1, 0, 1, 1]
     own = logits[:, start : start + len(embedding.weight)]
+    own.requires_grad_()
     losses = vocab_parallel_cross_entropy(own, ids, 7)
     assert losses.isnan().tolist() == [0, 1, 0, 1, 0] and losses[4] == 0
+    (grad,) = torch.autograd.grad(losses.sum(), own)
+    assert grad.isnan().any(1).tolist() == grad.isnan().all(1).tolist() == [0, 1, 0, 1, 0]
+
+
+@split_or_not
+@on_ranks(2)
+def test_mixed_dtypes_are_refused_whether_or_not_products_are_made_by_chunks(along_sequence):
+    x = torch.randn(4, 6).bfloat16()
+    with chunks_of_any_size(along_sequence == BY_CHUNKS):
+        for function in (column_parallel_linear, row_parallel_linear):
+            with pytest.raises(RuntimeError, match="dtype"):
+                function(x, torch.randn(8, 6), sequence_parallel=bool(along_sequence))
 
 
 @pytest.mark.parametrize(

@@ -769,6 +769,17 @@ def test_betas_with_which_a_moment_could_not_shrink_are_rejected():
         AdamW(weights, betas=(0.9, 0.997))
     with pytest.raises(ValueError, match="moments_dtype=torch.float16 is not bfloat16, float32 or"):
         AdamW(weights, moments_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"betas=\(0.9, 0.999\): a moment in torch.bfloat16 would"):
+        AdamW([{"params": weights, "betas": (0.9, 0.999)}])
+    small = [weights[0].detach().bfloat16()]
+    with pytest.raises(ValueError, match=r"betas=\(0.9, 0.999\): a moment in torch.bfloat16 would"):
+        AdamW(small, betas=(0.9, 0.999), moments_dtype=torch.float32)  # computed in the weights' dtype
+    optimizer = AdamW(weights)
+    with pytest.raises(ValueError, match="amsgrad=True is not supported"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "amsgrad": True})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match=r"betas=\(0.9, 0.999\): a moment in torch.bfloat16 would"):
+        optimizer.load_state_dict(torch.optim.AdamW(weights).state_dict())
 
 
 def test_updates_with_bf16_moments_are_right_to_8_percent_also_after_the_gradient_turns():
@@ -1415,6 +1426,69 @@ def test_weights_are_saved_and_loaded_with_the_versions_of_their_modules(stage):
     assert net[0].loaded_version == 2
     model.load_state_dict(dict(saved))
     assert net[0].loaded_version is None
+
+
+class WithExtraState(nn.Linear):
+    extra = {"scale": 2}
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_extra_state_is_saved_and_loaded_and_a_norm_without_gradients_is_zero(stage):
+    net = nn.Sequential(WithExtraState(3, 3), nn.Linear(3, 3))
+    model = FullyShardedDataParallel(net, units=[net[0]], stage=stage)
+    assert model.clip_grad_norm_(1.0) == 0
+    saved = model.state_dict()
+    assert saved["0._extra_state"] == {"scale": 2}
+    model.load_state_dict(saved | {"0._extra_state": "other"})
+    assert net[0].extra == "other"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_weight_that_a_unit_shares_with_a_module_outside_of_units_is_in_the_root(stage):
+    torch.manual_seed(0)
+    embedding, block, head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+    head.weight = embedding.weight
+    net, tokens = nn.Sequential(embedding, block, head).double(), torch.arange(7)
+    alone = copy.deepcopy(net)
+    model = FullyShardedDataParallel(net, units=[net[1], net[2]], stage=stage)
+    for module in (model, alone):
+        module(tokens).square().sum().backward()
+    for piece, whole in zip(model.parameters(), alone.parameters(), strict=True):
+        part = whole.grad.flatten()[piece.offset : piece.offset + len(piece)]
+        assert_close(piece.grad, part, 1e-12)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps a number in its groups, as schedule-free ones do."""
+
+    elementwise = True
+
+    def step(self):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step()
+
+
+@on_ranks(2)
+def test_what_an_optimizer_of_shards_writes_into_its_groups_is_kept():
+    weight = nn.Parameter(torch.zeros(5))
+    optimizer = ZeroRedundancyOptimizer([weight], Counting, lr=0.1)
+    for _ in range(3):
+        weight.grad = torch.ones(5)
+        optimizer.step()
+    assert optimizer.param_groups[0]["k"] == optimizer.state_dict()["param_groups"][0]["k"] == 3
+    optimizer.param_groups[0]["lr"] = 0.5  # as a scheduler does
+    weight.grad = torch.ones(5)
+    optimizer.step()
+    assert_close(weight, torch.full((5,), -0.8), 1e-6)
 
 
 def test_a_stage_that_does_not_exist_is_refused():
