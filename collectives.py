@@ -26,7 +26,8 @@ tree; all_reduce_cost() covers every P for the all-reduces.
 A rank holds   its tensors, and scratch memory for partial sums and arriving chunks, which does not
                grow with D where long tensors are cut into segments. Not cut are halving_doubling
                (up to 3/4 D for P = 2^k), recursive_doubling (2 D), naive (P D), a reduce (log2(P) D
-               at its root), and a ring on NCCL (2/P D)
+               at its root), and a ring on NCCL (2/P D). For other P, some ranks of the doubling
+               algorithms need another D, and a tensor that is not contiguous is copied
 It sends       what the table says. In a broadcast or a scatter only the root sends that much; in a
                reduce or a gather it sends nothing. The chunks of all_gather may have unequal
                lengths, and each is sent P-1 times. No all-reduce lets every rank send less than
@@ -237,6 +238,8 @@ def _halving(chunks, output, combine, rank):
         rank        0              1              2              3
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
         step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
+
+    With _doubling() after it, this is Rabenseifner's algorithm.
     """
     while len(chunks) > 1:
         half = len(chunks) // 2
@@ -390,7 +393,7 @@ def plain_all_reduce(tensor, algorithm="ring", group=None, **options):
 
 
 def _tree(rank, root, P):
-    """Return this rank's parent and children, farthest first, in a tree of depth log2(P).
+    """Return this rank's parent and children, farthest first, in a binomial tree of depth log2(P).
 
     Ranks are numbered from the root on. The distance to a number's parent is the largest power of
     two that divides it. A number's children are at smaller distances; the root's at all distances:
@@ -474,6 +477,8 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
     algorithm: a name from the module docstring, or "auto", which means what choose() returns
     """
+    if algorithm not in ("auto", "naive", "recursive_doubling", *_PHASES):
+        raise ValueError(f"{algorithm=} is none of the names in the module's docstring")
     operation = Operation("all_reduce", group, tensor, async_op, op)
     rank, P = operation.place
     combine = Reduction(op)
@@ -638,7 +643,7 @@ def barrier(group=None):
 # If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
 # of x's gradient, and the parts are summed. If all ranks use x identically, each already has the
 # whole gradient, and a sum would count it once for every rank. So a tensor has one of four types
-# over a group (I and P are types here, and not numbers of ranks):
+# over a group, as in Meta's spmd_types (I and P are types here, and not numbers of ranks):
 #
 #        the ranks hold                                a rank's gradient is                  dual
 #     I  invariant: equal tensors, used identically    whole, and equal on all ranks         I
@@ -1059,6 +1064,8 @@ class Operation:
         """tensor: its device picks the queue; root: (src, group_src) or (dst, group_dst)."""
         self.name, self.async_op = name, async_op
         self.op, self.of = op, of
+        if op == ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"{name} with op=AVG of {tensor.dtype}: the mean may be no integer")
         self.listeners = of.listeners if of else tuple(_LISTENERS)
         self.group = group or dist.group.WORLD
         self.members = members = membership(self.group, name)
@@ -1401,6 +1408,7 @@ def agree_on_ranks_per_node(ranks_on_this_node, group=None):
     It is the greatest common divisor of what the ranks pass: 2 for nodes of 2 and of 4 ranks.
     """
     ranks_per_node = math.gcd(*gather_objects(ranks_on_this_node, group))
+    ranks_per_node = min(ranks_per_node, dist.get_world_size(group))
     set_ranks_per_node(ranks_per_node, group)
     return ranks_per_node
 

@@ -13,9 +13,9 @@ that order, and each bucket is reduced as soon as its last gradient has been com
     backward      | layer 4 | layer 3 | layer 2 | layer 1 |
     network                           | bucket 0: 4, 3    | bucket 1: 2, 1    |
 
-A rank holds   all parameters, gradients and optimizer state: 2 + 2 + 12 bytes per parameter, which
-               zero.py explains and divides among the ranks. The buckets take the size of the
-               gradients once more, unless gradient_as_bucket_view is set
+A rank holds   all parameters, gradients and optimizer state: 16 bytes per parameter with Adam in
+               fp32, and as many with 16-bit weights, which zero.py divides among ranks. The buckets
+               take the size of the gradients once more, unless gradient_as_bucket_view is set
 It sends       per step 2 (P-1)/P times the size of its gradients, in one all-reduce per bucket
 Overlap        backward can hide the reduction of every bucket except the last
 PyTorch's      DistributedDataParallel does the same; the class below lists the differences
@@ -60,7 +60,8 @@ class Bucket:
 
     All ranks must start their all-reduces in the same order, since messages are matched by order.
     So autograd must complete the buckets in one order on all ranks, and each loss must use all
-    parameters, or a bucket would never be complete.
+    parameters, or a bucket would never be complete. All of them are trained, and each backward is
+    followed by finish().
     """
 
     def __init__(self, parameters, group=None):
@@ -355,6 +356,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs.
     - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
       rebuild them after the first backward pass in the order in which gradients became ready.
+    - All buckets have one size; PyTorch's first has 1 MiB.
+    - A second backward() of one forward, with retain_graph=True, reduces gradients again.
+    - A module without trainable parameters is accepted.
     - The wrapper cannot be copied or pickled; the wrapped module can.
     - A buffer registered after wrapping is not broadcast: every rank keeps its own.
     - Before a broadcast, ranks ask one another whether a buffer's shape or dtype has changed, in an

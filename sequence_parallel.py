@@ -610,7 +610,8 @@ def activation_bytes(
 
     recompute: "none", "selective" (also for fused attention) or "full".
     kv_heads, ffn: the heads of k and v and the width of the MLP, by default `heads` and 4 * hidden.
-    masks: whether dropout follows attention and MLP. Dropout masks have one byte per element.
+    masks: whether there is dropout, in attention, and after it and the MLP. Dropout masks have one
+        byte per element.
     itemsize: bytes per element of everything except dropout masks.
     """
     sbh = seq_len * batch * hidden
@@ -622,7 +623,9 @@ def activation_bytes(
     # Elements, in units of sbh: q and attention's output; k and v; the input and output of GeLU.
     inside = 2 + 2 * (kv_heads or heads) / heads + 2 * (4 if ffn is None else ffn / hidden)
     # Bytes, in units of sbh: softmax's output, and the output and the mask of the dropout after it.
-    scores = (2 * itemsize + 1) * heads * seq_len / hidden if recompute == "none" else 0
+    scores = (itemsize + masks * (itemsize + 1)) * heads * seq_len / hidden
+    if recompute == "selective":
+        scores = 0
     return sbh * (outside / split + (itemsize * inside + scores) / tp)
 
 
