@@ -274,6 +274,8 @@ def sequence_parallel_cases():
             yield Case(name, "V, V, V -> V", attention, zeros(q, kv, kv))
     simple = s.simple_allgather_attention
     yield Case("simple_allgather_attention", "V, V, V -> V", simple, zeros(*3 * [(1, 2, 4, 3)]))
+    simple = s.simple_ulysses_attention
+    yield Case("simple_ulysses_attention", "V, V, V -> V", simple, zeros(*3 * [(1, 2 * P, 2, 3)]))
     recomputed = partial(s.recompute, tensor_parallel.column_linear)
     yield Case("recompute", "I, V, V -> V", recomputed, zeros((2, 3), (5, 3), (5,)))
 
