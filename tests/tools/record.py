@@ -68,8 +68,9 @@ def checked_out(commit):
 
 def recorded(tree):
     """Return the record of a tree, which another process makes."""
-    command = [sys.executable, __file__, "--tree", str(tree)]
-    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, str(HERE / "record.py"), "--tree", str(tree)]
+    # a forkserver looks for modules in the current directory first
+    found = subprocess.run(command, cwd=tree, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(found.stdout.splitlines()[-1])
 
 
