@@ -95,9 +95,10 @@ def counterpart(whole, name, first_layer):
     return whole["layers"][first_layer + int(layer)][weight]
 
 
-@pytest.mark.parametrize("pp, dp, tp", [(2, 2, 2), (3, 1, 2), (1, 1, 1)])
+@pytest.mark.parametrize("pp, dp, tp", [(2, 2, 2), (3, 1, 2), (1, 1, 1), (4, 1, 1)])
 @on_ranks(lambda pp, dp, tp: pp * dp * tp)
 def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
+    """4 stages have 1, 2, 1 and 2 of 6 layers. 3 microbatches of 4 rows become 2 of 2 rows."""
     torch.set_default_dtype(torch.float64)
     V, T, D, heads, layers, batch = GRID.values()
     whole, reference = whole_weights(**GRID), whole_weights(**GRID)
@@ -119,10 +120,10 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
         sgd.step()
         # on a GPU, a tensor that does not follow the device of the tokens would be on the CPU
         with count_bytes() as traffic, torch.device("meta"):
-            loss = hybrid.plain_step(stage, optimizer, tokens, 2, groups)
+            loss = hybrid.plain_step(stage, optimizer, tokens, 3 if pp == 4 else 2, groups)
         assert abs(loss - expected.item()) < 1e-13
         for name, parameter in stage.named_parameters():
-            grad = counterpart(reference, name, layers // pp * pp_rank).grad
+            grad = counterpart(reference, name, layers * pp_rank // pp).grad
             dim = dims.get(name.rsplit(".", 1)[-1])
             if dim is not None:
                 grad = grad.chunk(tp, dim)[tp_rank]
@@ -134,7 +135,7 @@ def test_plain_steps_gradients_and_bytes_are_those_of_the_grid(pp, dp, tp):
         gradients = sum(p.numel() for p in parameters) * 8
         assert abs(sent["pp"] - boundaries * activations) <= 2 * 8  # and the loss
         assert abs(sent["dp"] - 2 * (dp - 1) / dp * gradients) <= 8 * (len(parameters) + 1)
-        assert sent["tp"] == layers // pp * 4 * activations * 2 * (tp - 1) // tp
+        assert sent["tp"] == len(stage.layers) * 4 * activations * 2 * (tp - 1) // tp
 
 
 OWN_PARTS = {  # {name: dim along which the technique's ranks have parts of the weight}
