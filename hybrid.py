@@ -326,9 +326,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     plain_weights(), plain_part()      initialize(), set_shard(): no rank has a whole weight
 #     PlainStage, PlainLayer             GPT, Block
 #
-# Read
-# "the loop" and "one step" first, then what they rest on: "mesh", "where each parameter lives" and
-# "model". From "text" on, this file serves a long run on real data: data, checkpoints, metrics,
+# Read "the loop" and "one step" first, then what they rest on: "mesh", "where each parameter lives"
+# and "model". From "text" on, this file serves a long run on real data: data, checkpoints, metrics,
 # flags and errors. A reader who wants the technique alone may skip all that.
 
 CP_METHODS = {

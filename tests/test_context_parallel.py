@@ -45,29 +45,21 @@ def _reference(tensors, grad):
     return [output.detach(), *[x.grad for x in whole]]
 
 
+@pytest.mark.parametrize("simple, method", [
+    (simple_allgather_attention, "allgather"), (simple_ulysses_attention, "ulysses"),
+])
 @on_ranks(1, 2, 3)
-def test_the_short_form_that_gathers_agrees_with_the_full_one_and_with_one_rank():
-    """The output and the gradients of q, k and v. The full one has positions in zig-zag order."""
+def test_the_short_forms_agree_with_the_full_ones_and_with_one_rank(simple, method):
+    """The output and the gradients of q, k and v. The full ones have positions in zig-zag order."""
     rank, P = rank_and_size()
     torch.manual_seed(0)
-    *tensors, grad = torch.randn(4, 2, 4, 6 * P, 8, dtype=torch.float64)
+    *tensors, grad = torch.randn(4, 2, 2 * P, 6 * P, 8, dtype=torch.float64)
     positions = torch.arange(6 * P).chunk(P)[rank]
-    found = _attend(simple_allgather_attention, tensors, grad, positions, torch.float64)
-    full = _attend("allgather", tensors, grad, context_positions(6 * P), torch.float64)
+    found = _attend(simple, tensors, grad, positions, torch.float64)
+    full = _attend(method, tensors, grad, context_positions(6 * P), torch.float64)
     for part, other, whole in zip(found, full, _reference(tensors, grad), strict=True):
         assert_close(part, whole[:, :, positions])
         assert_close(other, whole[:, :, context_positions(6 * P)])
-
-
-@on_ranks(1, 2, 3)
-def test_the_short_form_of_ulysses_agrees_with_one_rank():
-    rank, P = rank_and_size()
-    torch.manual_seed(0)
-    *tensors, grad = torch.randn(4, 2, 2 * P, 3 * P, 5, dtype=torch.float64)
-    positions = torch.arange(3 * P).chunk(P)[rank]
-    found = _attend(simple_ulysses_attention, tensors, grad, positions, torch.float64)
-    for part, whole in zip(found, _reference(tensors, grad), strict=True):
-        assert_close(part, whole[:, :, positions])
 
 
 def test_a_sequence_without_tokens_and_an_unknown_method_are_refused():
