@@ -593,6 +593,7 @@ NAMES = {"doubling": "recursive_doubling", "halving": "halving_doubling", "nodes
 def test_ranks_of_unlike_nodes_agree_on_an_algorithm():
     """Nodes have 2 + 4 ranks. By their own numbers, ranks would take different algorithms."""
     rank, P = rank_and_size()
+    assert agree_on_ranks_per_node(64) == dist.get_world_size()  # a node has room for more
     assert agree_on_ranks_per_node(2 if rank < 2 else 4) == 2
     for elements in (1, 1000, 10**6):
         tensor = torch.full((elements,), rank + 1.0)

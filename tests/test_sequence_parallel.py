@@ -172,6 +172,7 @@ def test_activation_bytes_are_the_rows_of_the_papers_table():
     row = lambda *mode: activation_bytes(b, s, h, a, t, *mode) / (s * b * h)
     scores = 5 * a * s / h
     assert activation_bytes(b, s, h, a) / (s * b * h) == 34 + scores
+    assert activation_bytes(b, s, h, a, masks=False) / (s * b * h) == 32 + 2 * a * s / h
     assert row() == 10 + 24 / t + scores / t and row(False, "selective") == 10 + 24 / t
     assert row(True) == pytest.approx(34 / t + scores / t)
     assert row(True, "selective") == pytest.approx(34 / t) and row(False, "full") == 2
