@@ -82,14 +82,15 @@ def plain_exchange(sends, receives, group=None):
 
     sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
     of ranks must post the messages between them in the same order, in the same batches, with equal
-    sizes. No collective of the group may be pending. Empty tensors are not sent.
+    sizes. No collective of the group may be pending. Empty tensors are not sent. A tensor with gaps
+    in memory raises ValueError.
     """
     sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
     receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
     message = partial(dist.P2POp, group=group, tag=TAG)
     batch = [message(dist.irecv, tensor, group_peer=peer) for tensor, peer in receives]
     batch += [message(dist.isend, tensor, group_peer=peer) for tensor, peer in sends]
-    with reported("plain_exchange", sends, receives, group):  # so that count_bytes() sees them
+    with reported("plain_exchange", sends, receives, group):  # count_bytes() counts the messages
         if batch:
             for request in dist.batch_isend_irecv(batch):
                 request.wait()
@@ -128,37 +129,18 @@ def ring_all_reduce(tensor, group=None):
             own.copy_(arriving)  # a whole sum, on its way to all ranks
 
 
-# ---- reduce-scatter, all-gather, all-reduce ------------------------------------------------------
+# ---- reduce-scatter, all-gather, all-to-all ------------------------------------------------------
 #
 # An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
 # the batch are complete, and computes before it yields the next batch. plain_run() is all that it
-# takes to run one. combine(a, b, out=...) is torch.add(), or what an operation does in its place.
-#
-# Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
-# computed on all ranks in the same order.
+# takes to run one. The first two algorithms are the halves of ring_all_reduce(). combine(a, b,
+# out=...) is torch.add(), or torch.maximum() for a maximum, and so on.
 
 
 def plain_run(algorithm, group=None):
     """Send what an algorithm yields, and wait for it, until the algorithm ends."""
     for sends, receives in algorithm:
         plain_exchange(sends, receives, group)
-
-
-def _cut(flat, parts, P=1):
-    """Cut a flat tensor into parts, each of which begins at a multiple of 128 P bytes.
-
-    10 x 128 bytes become four parts of 2, 3, 2 and 3 x 128 bytes (P = 1). Parts may be empty.
-    P: the number of chunks that each part is cut into afterwards
-    """
-    if parts == 1:
-        return [flat]
-    unit = P * ALIGNMENT // flat.itemsize
-    units = math.ceil(len(flat) / unit)
-    return flat.tensor_split([units * part // parts * unit for part in range(1, parts)])
-
-
-ALIGNMENT = 128  # bytes; a GPU reads 128 at once
-MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
 
 
 def _ring_reduce_scatter(chunks, output, combine, rank):
@@ -207,6 +189,73 @@ def _pairwise(outgoing, arriving, rank):
         after = [(rank + distance) % P for distance in distances]
         before = [(rank - distance) % P for distance in distances]
         yield [(outgoing[r], r) for r in after], [(arriving[r], r) for r in before]
+
+
+MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
+
+
+def plain_reduce_scatter(output, input, group=None):
+    """Sum `input` over the group. Rank r keeps chunk r of the sum in `output`, 1/P as long.
+
+                    rank 0           rank 1           rank 2
+        input     1   2   3       10  20  30      100 200 300
+        output    111             222             333
+    """
+    rank, P = rank_and_size(group)
+    check_fits(output, input, P * output.numel(), input.numel())
+    chunks = _equal_chunks(input, P)
+    plain_run(_ring_reduce_scatter(chunks, output.view(-1), torch.add, rank), group)
+
+
+def plain_all_gather(output, input, group=None):
+    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order.
+
+                    rank 0           rank 1           rank 2
+        input     111             222             333
+        output    111 222 333     111 222 333     111 222 333
+    """
+    rank, P = rank_and_size(group)
+    check_fits(output, input, output.numel(), P * input.numel())
+    chunks = _equal_chunks(output, P)
+    chunks[rank].copy_(input.view(-1))
+    plain_run(_ring_all_gather(chunks, rank), group)
+
+
+def plain_all_to_all(output, input, group=None):
+    """Copy chunk j of rank i's `input` to chunk i of rank j's `output`, for all i and j.
+
+                    rank 0           rank 1           rank 2
+        input     1   2   3       10  20  30      100 200 300
+        output    1  10 100       2   20 200      3   30  300      rows have become columns
+    """
+    rank, P = rank_and_size(group)
+    check_fits(output, input, output.numel(), input.numel())
+    outgoing = _equal_chunks(input, P)
+    arriving = _equal_chunks(output, P)
+    arriving[rank].copy_(outgoing[rank])
+    plain_run(_pairwise(outgoing, arriving, rank), group)
+
+
+def _equal_chunks(tensor, P):
+    """View a contiguous tensor as P flat chunks. Raise RuntimeError if P does not divide it."""
+    return tensor.view(-1).unflatten(0, (P, -1)).unbind()
+
+
+def check_fits(output, input, elements, expected):
+    """Raise ValueError if sizes or dtypes differ. gloo would fill a part of a long output."""
+    if (elements, output.dtype) != (expected, input.dtype):
+        made = f"input makes {expected} of {input.dtype}"
+        raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
+
+
+# ---- all-reduce ----------------------------------------------------------------------------------
+#
+# A reduce-scatter and then an all-gather make an all-reduce. With the two rings above it is
+# ring_all_reduce(). Other pairs take fewer steps, or send less between nodes, which are computers
+# with several ranks.
+#
+# Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
+# computed on all ranks in the same order.
 
 
 def _direct_reduce_scatter(chunks, output, combine, rank):
@@ -350,6 +399,22 @@ def _recursive_doubling(output, input, combine, rank, world_size):
         total = combine(*pair, out=output if distance == world_size else received)
 
 
+ALIGNMENT = 128  # bytes; a GPU reads 128 at once
+
+
+def _cut(flat, parts, P=1):
+    """Cut a flat tensor into parts, each of which begins at a multiple of 128 P bytes.
+
+    10 x 128 bytes become four parts of 2, 3, 2 and 3 x 128 bytes (P = 1). Parts may be empty.
+    P: the number of chunks that each part is cut into afterwards
+    """
+    if parts == 1:
+        return [flat]
+    unit = P * ALIGNMENT // flat.itemsize
+    units = math.ceil(len(flat) / unit)
+    return flat.tensor_split([units * part // parts * unit for part in range(1, parts)])
+
+
 def _all_reduce(name, output, input, combine, rank, world_size, **options):
     """Run one all-reduce with the named algorithm. For naive, every rank's chunk is all of `input`.
 
@@ -456,188 +521,6 @@ def _gather(outputs, input, rank, root):
         yield [], receives
 
 
-# ---- the collectives -----------------------------------------------------------------------------
-#
-# Each call runs one of the algorithms above, and adds what users need: defaults, checks, async_op.
-# It makes an Operation, which knows the group, and passes launch() a function `algorithms`, which
-# makes the generators. Until the upper floor, take for granted that launch() runs them as
-# plain_run() would, that Reduction(op) is their `combine`, and that choose_segments() returns the
-# quickest algorithm for a size, and into how many segments, each with a generator of its own, to
-# cut a long tensor.
-#
-# With async_op=True each returns an Operation to wait() for. The root is src or dst, a global rank,
-# or group_src or group_dst, a rank of the group. By default it is global rank 0 (in PyTorch,
-# broadcast() and reduce() have no default).
-# An output that does not fit its input raises ValueError; a short buffer would abort the process.
-
-
-def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
-    """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
-
-    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
-    algorithm: a name from the module docstring, or "auto", which means what choose() returns
-    """
-    if algorithm not in ("auto", "naive", "recursive_doubling", *_PHASES):
-        raise ValueError(f"{algorithm=} is none of the names in the module's docstring")
-    operation = Operation("all_reduce", group, tensor, async_op, op)
-    rank, P = operation.place
-    combine = Reduction(op)
-    inputs = [] if output is None else [tensor]
-    if output is None:
-        output = tensor
-
-    def algorithms(*flat):  # the output, and the input if it is another tensor
-        name, segments, options = choose_segments(operation, tensor.nbytes, 2, algorithm)
-        parts = zip(_cut(flat[0], segments, P), _cut(flat[-1], segments, P))
-        return [_all_reduce(name, *part, combine, rank, P, **options) for part in parts]
-
-    check_fits(output, tensor, output.numel(), tensor.numel())
-    return launch(operation, algorithms, [output], inputs, {"op": op})
-
-
-def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `input` over the group. Rank r keeps chunk r in `output`, which is 1/P as long."""
-    operation = Operation("reduce_scatter_single", group, output, async_op, op)
-    rank, P = operation.place
-    combine = Reduction(op)
-    check_fits(output, input, P * output.numel(), input.numel())
-
-    def algorithms(output, input):
-        name, segments, options = choose_segments(operation, input.nbytes)
-        reduce_scatter = _PHASES[name][0]
-        parts = zip(*(_cut(flat, segments) for flat in (*input.tensor_split(P), output)))
-        return [reduce_scatter(chunks, part, combine, rank, **options) for *chunks, part in parts]
-
-    return launch(operation, algorithms, [output], [input], {"op": op})
-
-
-def all_gather_single(output, input, group=None, async_op=False):
-    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
-    operation = Operation("all_gather_single", group, output, async_op)
-    rank, P = operation.place
-    check_fits(output, input, output.numel(), P * input.numel())
-
-    def algorithms(output, input):
-        name, segments, options = choose_segments(operation, output.nbytes)
-        all_gather = _PHASES[name][1]
-        chunks = output.tensor_split(P)
-        if chunks[rank].data_ptr() != input.data_ptr():
-            chunks[rank].copy_(input)
-        parts = zip(*(_cut(chunk, segments) for chunk in chunks))
-        return [all_gather(part, rank, **options) for part in parts]
-
-    return launch(operation, algorithms, [output], [input], {})
-
-
-def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Copy `tensor` of rank r into tensor r of every rank's list, for all r, in 1 step.
-
-        rank        0           1           2           3
-        start    a . . .     . bb . .    . . c .     . . . d       P = 4, and b is longer
-        step 0   a bb c d    a bb c d    a bb c d    a bb c d
-
-    A rank sends its tensor P-1 times. Lengths may differ between ranks, but tensor r must have one
-    length in every list. A rank checks only its own, and all dtypes.
-    """
-    operation = Operation("all_gather", group, tensor, async_op)
-    rank, _ = operation.place
-    outputs = one_per_rank(operation, tensor_list)
-    lengths = [output.numel() for output in outputs]
-    for r, output in enumerate(outputs):
-        check_fits(output, tensor, lengths[r], tensor.numel() if r == rank else lengths[r])
-
-    def algorithms(*flat):
-        *chunks, input = flat
-        chunks[rank].copy_(input)
-        return [_direct_all_gather(chunks, rank)]
-
-    backend_options = {} if len(set(lengths)) == 1 else None
-    return launch(operation, algorithms, outputs, [tensor], backend_options)
-
-
-def all_to_all_single(
-    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
-):
-    """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
-
-    *_split_sizes: the number of rows (dim 0) in each rank's piece; None means equally many
-    """
-    operation = Operation("all_to_all_single", group, output, async_op)
-    rank, P = operation.place
-    received = _split_sizes(output, output_split_sizes, P)
-    sent = _split_sizes(input, input_split_sizes, P)
-    check_fits(output, input, received[rank], sent[rank])
-
-    def algorithms(output, input):
-        outputs = output.split_with_sizes(received)
-        inputs = input.split_with_sizes(sent)
-        outputs[rank].copy_(inputs[rank])
-        return [_pairwise(inputs, outputs, rank)]
-
-    splits = {"output_split_sizes": received, "input_split_sizes": sent}
-    return launch(operation, algorithms, [output], [input], splits)
-
-
-def _split_sizes(tensor, rows_of_ranks, world_size):
-    """Convert each rank's number of rows (None: equally many) to its number of elements."""
-    rows = len(tensor)
-    sizes = rows_of_ranks or [rows // world_size] * world_size
-    if len(sizes) != world_size or sum(sizes) != rows:
-        raise ValueError(f"{rows} rows are not split for world_size={world_size} by sizes {sizes}")
-    return [size * tensor.numel() // max(1, rows) for size in sizes]
-
-
-def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
-    """Copy the root's `tensor` to every rank, in place."""
-    operation = Operation("broadcast", group, tensor, async_op, root=(src, group_src))
-    rank, P = operation.place
-    root = operation.root
-    algorithms = lambda flat: [_tree_broadcast(flat, rank, root, P)]
-    return launch(operation, algorithms, [tensor], [], {"group_src": root})
-
-
-def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
-    """Reduce `tensor` over the group into the root's tensor. The other ranks keep theirs."""
-    operation = Operation("reduce", group, tensor, async_op, op, root=(dst, group_dst))
-    rank, P = operation.place
-    root = operation.root
-    algorithms = lambda flat: [_tree_reduce(flat, Reduction(op), rank, root, P)]
-    if rank == root:
-        return launch(operation, algorithms, outputs=[tensor])
-    return launch(operation, algorithms, outputs=[], inputs=[tensor])
-
-
-def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
-    """Copy tensor r of the root's scatter_list into `tensor` of rank r, for all r.
-
-    Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
-    """
-    operation = Operation("scatter", group, tensor, async_op, root=(src, group_src))
-    rank, root = operation.rank, operation.root
-    inputs = list_of_root(operation, scatter_list, tensor)
-    algorithms = lambda output, *inputs: [_scatter(output, inputs, rank, root)]
-    return launch(operation, algorithms, [tensor], inputs, {"group_src": root})
-
-
-def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
-    """Copy `tensor` of rank r into tensor r of the root's gather_list, for all r.
-
-    Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
-    """
-    operation = Operation("gather", group, tensor, async_op, root=(dst, group_dst))
-    rank, root = operation.rank, operation.root
-    outputs = list_of_root(operation, gather_list, tensor)
-    algorithms = lambda *flat: [_gather(flat[:-1], flat[-1], rank, root)]
-    return launch(operation, algorithms, outputs, [tensor], {"group_dst": root})
-
-
-def barrier(group=None):
-    """Return when every rank of the group has called it."""
-    token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
-    all_reduce(token, group=group)
-    token.tolist()  # on CUDA the host waits here
-
-
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
 #
 # If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
@@ -655,6 +538,10 @@ def barrier(group=None):
 # of R, to I, the dual of I, so it is an all-reduce. A tensor of type V may be passed as P.
 # Docstrings state types, such as "V, I -> V" for two inputs and the output. tests/test_adjoint.py
 # checks them. No function changes its input, and all except _identity() return new memory.
+#
+# The collectives that they call stand on the upper floor. all_reduce(), reduce_scatter_single(),
+# all_gather_single() and all_to_all_single() have the results of ring_all_reduce() and the three
+# plain forms after it, for tensors of any strides, and choose the quickest algorithm.
 
 
 def _identity(x, group):
@@ -1359,6 +1246,188 @@ def backend_function(name):
     return getattr(dist, name)
 
 
+# ---- the collectives -----------------------------------------------------------------------------
+#
+# Each call runs one of the algorithms above, and adds what users need: defaults, checks, async_op.
+# It makes an Operation, which knows the group, and passes launch() a function `algorithms`, which
+# makes the generators. Until the upper floor, take for granted that launch() runs them as
+# plain_run() would, that Reduction(op) is their `combine`, and that choose_segments() returns the
+# quickest algorithm for a size, and into how many segments, each with a generator of its own, to
+# cut a long tensor.
+#
+# With async_op=True each returns an Operation to wait() for. The root is src or dst, a global rank,
+# or group_src or group_dst, a rank of the group. By default it is global rank 0 (in PyTorch,
+# broadcast() and reduce() have no default).
+# An output that does not fit its input raises ValueError; a short buffer would abort the process.
+
+
+def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
+    """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
+
+    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
+    algorithm: a name from the module docstring, or "auto", which means what choose() returns
+    """
+    if algorithm not in ("auto", "naive", "recursive_doubling", *_PHASES):
+        raise ValueError(f"{algorithm=} is none of the names in the module's docstring")
+    operation = Operation("all_reduce", group, tensor, async_op, op)
+    rank, P = operation.place
+    combine = Reduction(op)
+    inputs = [] if output is None else [tensor]
+    if output is None:
+        output = tensor
+
+    def algorithms(*flat):  # the output, and the input if it is another tensor
+        name, segments, options = choose_segments(operation, tensor.nbytes, 2, algorithm)
+        parts = zip(_cut(flat[0], segments, P), _cut(flat[-1], segments, P))
+        return [_all_reduce(name, *part, combine, rank, P, **options) for part in parts]
+
+    check_fits(output, tensor, output.numel(), tensor.numel())
+    return launch(operation, algorithms, [output], inputs, {"op": op})
+
+
+def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
+    """Reduce `input` over the group. Rank r keeps chunk r in `output`, which is 1/P as long."""
+    operation = Operation("reduce_scatter_single", group, output, async_op, op)
+    rank, P = operation.place
+    combine = Reduction(op)
+    check_fits(output, input, P * output.numel(), input.numel())
+
+    def algorithms(output, input):
+        name, segments, options = choose_segments(operation, input.nbytes)
+        reduce_scatter = _PHASES[name][0]
+        parts = zip(*(_cut(flat, segments) for flat in (*input.tensor_split(P), output)))
+        return [reduce_scatter(chunks, part, combine, rank, **options) for *chunks, part in parts]
+
+    return launch(operation, algorithms, [output], [input], {"op": op})
+
+
+def all_gather_single(output, input, group=None, async_op=False):
+    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
+    operation = Operation("all_gather_single", group, output, async_op)
+    rank, P = operation.place
+    check_fits(output, input, output.numel(), P * input.numel())
+
+    def algorithms(output, input):
+        name, segments, options = choose_segments(operation, output.nbytes)
+        all_gather = _PHASES[name][1]
+        chunks = output.tensor_split(P)
+        if chunks[rank].data_ptr() != input.data_ptr():
+            chunks[rank].copy_(input)
+        parts = zip(*(_cut(chunk, segments) for chunk in chunks))
+        return [all_gather(part, rank, **options) for part in parts]
+
+    return launch(operation, algorithms, [output], [input], {})
+
+
+def all_gather(tensor_list, tensor, group=None, async_op=False):
+    """Copy `tensor` of rank r into tensor r of every rank's list, for all r, in 1 step.
+
+        rank        0           1           2           3
+        start    a . . .     . bb . .    . . c .     . . . d       P = 4, and b is longer
+        step 0   a bb c d    a bb c d    a bb c d    a bb c d
+
+    A rank sends its tensor P-1 times. Lengths may differ between ranks, but tensor r must have one
+    length in every list. A rank checks only its own, and all dtypes.
+    """
+    operation = Operation("all_gather", group, tensor, async_op)
+    rank, _ = operation.place
+    outputs = one_per_rank(operation, tensor_list)
+    lengths = [output.numel() for output in outputs]
+    for r, output in enumerate(outputs):
+        check_fits(output, tensor, lengths[r], tensor.numel() if r == rank else lengths[r])
+
+    def algorithms(*flat):
+        *chunks, input = flat
+        chunks[rank].copy_(input)
+        return [_direct_all_gather(chunks, rank)]
+
+    backend_options = {} if len(set(lengths)) == 1 else None
+    return launch(operation, algorithms, outputs, [tensor], backend_options)
+
+
+def all_to_all_single(
+    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+):
+    """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
+
+    *_split_sizes: the number of rows (dim 0) in each rank's piece; None means equally many
+    """
+    operation = Operation("all_to_all_single", group, output, async_op)
+    rank, P = operation.place
+    received = _split_sizes(output, output_split_sizes, P)
+    sent = _split_sizes(input, input_split_sizes, P)
+    check_fits(output, input, received[rank], sent[rank])
+
+    def algorithms(output, input):
+        outputs = output.split_with_sizes(received)
+        inputs = input.split_with_sizes(sent)
+        outputs[rank].copy_(inputs[rank])
+        return [_pairwise(inputs, outputs, rank)]
+
+    splits = {"output_split_sizes": received, "input_split_sizes": sent}
+    return launch(operation, algorithms, [output], [input], splits)
+
+
+def _split_sizes(tensor, rows_of_ranks, world_size):
+    """Convert each rank's number of rows (None: equally many) to its number of elements."""
+    rows = len(tensor)
+    sizes = rows_of_ranks or [rows // world_size] * world_size
+    if len(sizes) != world_size or sum(sizes) != rows:
+        raise ValueError(f"{rows} rows are not split for world_size={world_size} by sizes {sizes}")
+    return [size * tensor.numel() // max(1, rows) for size in sizes]
+
+
+def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    """Copy the root's `tensor` to every rank, in place."""
+    operation = Operation("broadcast", group, tensor, async_op, root=(src, group_src))
+    rank, P = operation.place
+    root = operation.root
+    algorithms = lambda flat: [_tree_broadcast(flat, rank, root, P)]
+    return launch(operation, algorithms, [tensor], [], {"group_src": root})
+
+
+def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
+    """Reduce `tensor` over the group into the root's tensor. The other ranks keep theirs."""
+    operation = Operation("reduce", group, tensor, async_op, op, root=(dst, group_dst))
+    rank, P = operation.place
+    root = operation.root
+    algorithms = lambda flat: [_tree_reduce(flat, Reduction(op), rank, root, P)]
+    if rank == root:
+        return launch(operation, algorithms, outputs=[tensor])
+    return launch(operation, algorithms, outputs=[], inputs=[tensor])
+
+
+def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
+    """Copy tensor r of the root's scatter_list into `tensor` of rank r, for all r.
+
+    Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
+    """
+    operation = Operation("scatter", group, tensor, async_op, root=(src, group_src))
+    rank, root = operation.rank, operation.root
+    inputs = list_of_root(operation, scatter_list, tensor)
+    algorithms = lambda output, *inputs: [_scatter(output, inputs, rank, root)]
+    return launch(operation, algorithms, [tensor], inputs, {"group_src": root})
+
+
+def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
+    """Copy `tensor` of rank r into tensor r of the root's gather_list, for all r.
+
+    Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
+    """
+    operation = Operation("gather", group, tensor, async_op, root=(dst, group_dst))
+    rank, root = operation.rank, operation.root
+    outputs = list_of_root(operation, gather_list, tensor)
+    algorithms = lambda *flat: [_gather(flat[:-1], flat[-1], rank, root)]
+    return launch(operation, algorithms, outputs, [tensor], {"group_dst": root})
+
+
+def barrier(group=None):
+    """Return when every rank of the group has called it."""
+    token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
+    all_reduce(token, group=group)
+    token.tolist()  # on CUDA the host waits here
+
+
 # ---- processes, objects --------------------------------------------------------------------------
 
 
@@ -1451,12 +1520,6 @@ def ranks_in_both(group, other):
     """Return the global ranks that are in both groups."""
     groups = [membership(one, "ranks_in_both") for one in (group, other)]
     return set(groups[0].ranks).intersection(groups[1].ranks)
-
-
-def check_fits(output, input, elements, expected):
-    if (elements, output.dtype) != (expected, input.dtype):
-        made = f"input makes {expected} of {input.dtype}"
-        raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
 
 
 def list_of_root(operation, tensors, like):

@@ -26,8 +26,9 @@ from collectives import (
     MOST_PEERS, agree_on_ranks_per_node, all_gather, all_gather_single, all_gather_to_group,
     all_reduce, all_reduce_bytes, all_reduce_cost, all_to_all_in_group, all_to_all_single,
     backend_function, barrier, broadcast, check_parameters, choose, copy_to_group, count_bytes,
-    exchange, gather, gather_from_group, gather_objects, observe, plain_all_reduce,
-    plain_exchange, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes,
+    exchange, gather, gather_from_group, gather_objects, observe, plain_all_gather,
+    plain_all_reduce, plain_all_to_all, plain_exchange, plain_reduce_scatter, rank_and_size,
+    reduce, reduce_from_group, reduce_scatter_bytes,
     reduce_scatter_single, reduce_scatter_to_group, ring_all_reduce, scatter, scatter_to_group,
     set_backend_collectives, set_ranks_per_node,
 )
@@ -332,6 +333,51 @@ def test_the_plain_forms_give_the_bits_and_send_the_bytes_of_the_fast_ones():
         _, expected = _counted(lambda: all_reduce(full, algorithm=name))
         _same(simple, full)
         assert sent == expected, name
+
+
+@on_ranks(1, 2, 3, 4)
+def test_the_plain_scatter_gather_and_swap_have_the_values_and_the_bytes_of_their_names():
+    rank, P = rank_and_size()
+    for dtype, n in itertools.product((torch.float32, torch.bfloat16, torch.int64), (0, 1, 5)):
+        everyone = _integers(P, P, n, dtype=dtype, seed=n)
+        mine = everyone[rank].clone()
+        total = everyone.double().sum(0).to(dtype)
+        for plain, input, expected in [
+            (plain_reduce_scatter, mine, total[rank]),
+            (plain_all_gather, mine[0], everyone[:, 0]),
+            (plain_all_to_all, mine, everyone[:, rank]),
+        ]:
+            output = torch.full_like(expected, 99)
+            _, sent = _counted(lambda: plain(output, input))
+            _same(output, expected)
+            assert sent == (P - 1) * n * mine.itemsize, plain
+        _same(mine, everyone[rank])
+
+
+@on_ranks(2)
+def test_the_plain_forms_refuse_unequal_sizes_other_dtypes_and_tensors_with_gaps():
+    x = torch.zeros
+    for plain, output, input in [
+        (plain_reduce_scatter, 2, 4), (plain_all_gather, 4, 2), (plain_all_to_all, 4, 4),
+    ]:  # fmt: skip
+        plain(x(output), x(input))
+        for wrong in [
+            (x(output), x(input + 2)),
+            (x(output + 2), x(input)),
+            (x(output), x(input).double()),
+        ]:
+            with pytest.raises(ValueError, match="output has . elements of torch.float32, input"):
+                plain(*wrong)
+    with pytest.raises(RuntimeError, match="multiply up"):
+        plain_all_to_all(x(3), x(3))
+    for plain, *gaps in [
+        (plain_reduce_scatter, x(2), x(4, 2)[:, 0]),
+        (plain_all_gather, x(4, 2)[:, 0], x(2)),
+        (plain_all_to_all, x(4, 2)[:, 0], x(4)),
+        (plain_all_to_all, x(4), x(4, 2)[:, 0]),
+    ]:
+        with pytest.raises(ValueError, match=r"is a view of shape \(2,\) and strides \(2,\)"):
+            plain(*gaps)
 
 
 def test_a_rank_of_a_tree_has_the_parent_and_the_children_of_its_docstring_farthest_first():
