@@ -18,6 +18,10 @@ import ranks as rank_pool
 OF_TORCH = r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning:torch.jit._script"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--mine", metavar="FILE", help="what the workbook judges")
+
+
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", OF_TORCH)
     config.addinivalue_line("markers", "soak: long; left out of plain pytest, run by -m soak")
@@ -30,6 +34,15 @@ def pytest_report_header():
 def pytest_collection_modifyitems(config, items):
     if not config.option.markexpr:
         items[:] = [item for item in items if "soak" not in item.keywords]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """With --mine, say what is right, and which functions the file lacks."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("skipped")]
+    said = [text for report in reports for key, text in report.user_properties if key == "said"]
+    if config.option.mine and said:
+        terminalreporter.section(config.option.mine)
+        terminalreporter.write_line("\n".join(said))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy, gelu
-from torch.utils._pytree import tree_map
+from torch.nn.functional import cross_entropy
 
 import hybrid
 import tensor_parallel
@@ -31,10 +30,11 @@ from ddp import GradBucket, ddp_bytes
 from expert_parallel import FullPrecisionLinear, switch_layer
 from gpu_counts import waits
 from layouts import (
-    BATCH, DEGREES, EVERY_LAYOUT, EXPERTS, FEW_LLAMAS, FLAGS, HIDDEN, LAYERS, LLAMAS, MODELS,
+    BATCH, DEGREES, EVERY_LAYOUT, EXPERTS, FEW_LLAMAS, FLAGS, GRID, HIDDEN, LAYERS, LLAMAS, MODELS,
     MOE_SIZES, RATES, SIZES, STEPS, T, V, WITH_EXPERTS, assert_alike, assert_llama_trains,
-    assert_trains, assert_trains_as_a_loop_does, batch, expert_metrics, make_trainer, own_batch,
-    plain_gpt, reference, reference_moe, soak_but, train, train_on_text,
+    assert_trains, assert_trains_as_a_loop_does, batch, counterpart, expert_metrics, leaves_of,
+    loss_by_one_process, make_trainer, own_batch, plain_gpt, reference, reference_moe, soak_but,
+    train, train_on_text, whole_weights,
 )  # fmt: skip
 from pipeline import SCHEDULES, interleaved, one_f_one_b_step, pipeline_bytes
 from ranks import least_bytes, on_ranks, run, soak
@@ -47,53 +47,6 @@ from verify import gathered
 from zero import zero_rounds
 
 # ---- the plain form ------------------------------------------------------------------------------
-
-GRID = dict(V=19, T=6, D=12, heads=6, layers=6, batch=4)
-
-
-def whole_weights(V, T, D, layers, **_):
-    """Return plain_weights() with more spread, so that attention matters."""
-    torch.manual_seed(7)
-    return tree_map(lambda weight: 25 * weight, hybrid.plain_weights(V, T, D, layers))
-
-
-def leaves_of(whole):
-    """Return all weights of plain_step()'s model, which are to get gradients."""
-    leaves = [whole[name] for name in ("tokens", "positions", "head")]
-    leaves += [weight for layer in whole["layers"] for weight in layer.values()]
-    return [weight.requires_grad_() for weight in leaves]
-
-
-def loss_by_one_process(whole, tokens, heads):
-    """Return the mean loss of plain_step()'s model on whole tensors, with attention by hand.
-
-    If layers have a router, their "up" and "down" are those of experts, in a first dim.
-    """
-    norm = lambda x: (x - x.mean(-1, True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-    x = whole["tokens"][tokens[:, :-1]] + whole["positions"][: tokens.size(1) - 1]
-    for layer in whole["layers"]:
-        q, k, v = (norm(x) @ part.T for part in layer["qkv"])
-        split = lambda y: y.view(*y.shape[:2], heads, -1).transpose(1, 2)
-        y = attention(split(q), split(k), split(v)).transpose(1, 2).flatten(2)
-        x = x + y @ layer["out"].T
-        y = norm(x)
-        mlp = lambda up, down: gelu(y @ up.T, approximate="tanh") @ down.T
-        if "router" in layer:
-            weights, chosen = (y @ layer["router"].T).softmax(-1).max(-1, keepdim=True)
-            for expert, matrices in enumerate(zip(layer["up"], layer["down"])):
-                x = x + weights * (chosen == expert) * mlp(*matrices)
-        else:
-            x = x + mlp(layer["up"], layer["down"])
-    return cross_entropy((norm(x) @ whole["head"].T).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def counterpart(whole, name, first_layer):
-    """Return the whole weight of which a PlainStage's parameter of this name is a part."""
-    if not name.startswith("layers."):
-        return whole[name]
-    _, layer, weight = name.split(".")
-    return whole["layers"][first_layer + int(layer)][weight]
-
 
 @pytest.mark.parametrize("pp, dp, tp", [(2, 2, 2), (3, 1, 2), (1, 1, 1), (4, 1, 1)])
 @on_ranks(lambda pp, dp, tp: pp * dp * tp)
