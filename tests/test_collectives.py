@@ -32,7 +32,7 @@ from collectives import (
     set_backend_collectives, set_ranks_per_node,
 )
 from gpu_counts import as_on_nccl, nccl_over_gloo, post_nowhere
-from ranks import PROJECT, least_bytes, on_ranks, run, soak, spawn
+from ranks import PROJECT, least_bytes, on_ranks, run, shifted, soak, spawn
 from transformer import Peak
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
@@ -44,12 +44,12 @@ REDUCED = {
 
 def _integers(*shape, dtype=torch.float64, seed=0):
     """Return integers from -2 to 2, of which eight have exact sums and products in every dtype."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted(seed))
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
 
 def _normal(*shape, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted(seed))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 

@@ -21,7 +21,7 @@ from expert_parallel import (
 )
 from gpu_counts import batches, nccl_over_gloo, waits
 from layouts import soak_but
-from ranks import least_bytes, on_ranks, run, soak
+from ranks import least_bytes, on_ranks, run, shifted, soak
 from replicas import assert_close, demonstration
 from reference_gpt import MoE as ReferenceMoE
 from sequence_parallel import recompute, recompute_groups
@@ -50,7 +50,7 @@ def _reference(layer, E, idle=False, dtype=torch.float64, **options):
 
     idle: all tokens choose the first k experts. dtype: parameters are rounded to this dtype.
     """
-    torch.manual_seed(99)
+    torch.manual_seed(shifted(99))
     router = layer.router
     hidden, top_k, score = router.weight.shape[1], router.top_k, router.score
     plain = ReferenceMoE(hidden, E, top_k, score, **options).double()
@@ -124,7 +124,7 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
     layer = MoE(D, 4 * D, E, group=ep_group, **options)
     uneven = losses == (0, 0) and tp == 1
     sizes = [(5, 0, 3, 8, 1, 2)[r % 6] if uneven else 4 for r in range(world_size)]
-    torch.manual_seed(7)
+    torch.manual_seed(shifted(7))
     whole, grad = torch.randn(2, sum(sizes), D).to(dtype).double()
     plain = _reference(layer, E, **of_plain)
     layer.to(torch.float32 if autocast else dtype)
@@ -171,7 +171,7 @@ def test_each_expert_is_an_mlp_and_idle_experts_have_gradients_of_zero(dtype, D,
 
 
 def check_experts(dtype, D, width, sizes, device="cpu"):
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     experts = Experts(4, D, width).to(device, dtype)
     counts = torch.tensor(sizes, device=device)
     x, grad = torch.randn(2, sum(sizes), D).to(device, dtype)
@@ -200,7 +200,7 @@ def check_experts(dtype, D, width, sizes, device="cpu"):
 @on_ranks(1, 2, 3)
 def test_the_plain_layer_has_the_gradients_of_one_process_also_of_its_router():
     rank, P = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     tokens = torch.randn(P, 7, 4, dtype=torch.float64, requires_grad=True)
     router = torch.randn(P, 4, dtype=torch.float64, requires_grad=True)
     matrices = torch.randn(P, 4, 4, dtype=torch.float64, requires_grad=True)
@@ -220,7 +220,7 @@ def test_the_plain_layer_has_the_gradients_of_one_process_also_of_its_router():
 @on_ranks(1, 2, 3)
 def test_the_short_form_and_the_full_dispatch_give_the_same_bits():
     rank, P = rank_and_size()
-    torch.manual_seed(rank)
+    torch.manual_seed(shifted(rank))
     x, grad = torch.randn(2, 7 * rank, 4)
     experts, expert = torch.randint(P, (7 * rank,)), nn.Linear(4, 4)
     plain, full = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -252,7 +252,7 @@ class Moved(TorchDispatchMode):
 def test_backward_undoes_a_permutation_by_the_inverse_and_one_expert_needs_none(num_local):
     """Gradients are added only where a token has several rows: in dispatch."""
     rank, P = rank_and_size()
-    torch.manual_seed(rank)
+    torch.manual_seed(shifted(rank))
     x, weights = torch.randn(9, 4, requires_grad=True), torch.rand(9, 2)
     experts = torch.rand(9, num_local * P).argsort(1)[:, :2]
     with Moved(4) as forward:
@@ -405,7 +405,7 @@ def _order_of_a_layer(parts):
 def test_a_part_travels_beside_another_ones_experts_and_backward_mirrors_forward(parts, tokens):
     """So it is on all ranks, though one of them has `tokens` tokens, and another one has 7."""
     rank, P = rank_and_size()
-    torch.manual_seed(rank)
+    torch.manual_seed(shifted(rank))
     x = torch.randn(tokens if rank == 0 else 7, 4, requires_grad=True)
     experts, weights = torch.randint(4, (len(x), 2)), torch.rand(len(x), 2, requires_grad=True)
     events = []
@@ -495,7 +495,7 @@ LOADS = "random", "no token", "fewer tokens than parts", "all dropped", "dropped
 def test_a_layer_in_parts_has_the_results_and_sends_the_bytes_of_one_that_is_whole(per_node, how):
     """A part adds only counts, which are sent with those of other parts."""
     rank, P = rank_and_size()
-    torch.manual_seed(rank)
+    torch.manual_seed(shifted(rank))
     experts = _loads(rank, how)
     x, grad = torch.randn(2, len(experts), 4, dtype=torch.float64)
     groups = _groups(per_node) or [None]
@@ -627,7 +627,7 @@ def _routed(rank, N, k, E, even):
     """Return the experts of a rank's tokens: each expert equally often, or at random."""
     if even:
         return (torch.arange(N * k).view(N, k) + rank) % E
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(shifted(rank))
     return torch.rand(N, E, generator=generator).argsort(-1)[:, :k]
 
 
@@ -654,7 +654,7 @@ def test_dispatch_and_combine_send_the_routed_tokens(even):
 @on_ranks(2, 4)
 def test_the_demonstration_prints_the_bytes_of_the_formula_and_those_that_are_sent():
     rank, P = rank_and_size()
-    torch.manual_seed(rank)
+    torch.manual_seed(shifted(rank))
     x, experts = torch.randn(64, 32), torch.randint(2 * P, (64, 2))  # as the demonstration draws
     with least_bytes(), count_bytes() as traffic:
         dispatch_and_combine(x.double(), experts, torch.rand(64, 2), 2 * P, lambda rows, *_: rows)
@@ -686,7 +686,7 @@ def test_combining_without_weights_keeps_no_rows_for_backward():
 
 @on_ranks(2)
 def test_under_autocast_rows_travel_in_16_bits():
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     layer, x, sent = MoE(4, 16, 2), torch.randn(2, 8, 4)[dist.get_rank()], []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled), count_bytes() as traffic:
@@ -699,7 +699,7 @@ def _across(nodes, N, k, E, D, topk_group, dropped):
     """Return the rows that leave a node with one hop and with two, and the bytes with two."""
     rank, P = rank_and_size()
     node, groups = rank * nodes // P, _groups(P // nodes)
-    torch.manual_seed(rank)
+    torch.manual_seed(shifted(rank))
     router = Router(D, E, k, "sigmoid", n_group=nodes, topk_group=topk_group).double()
     x = torch.randn(N, D, dtype=torch.float64)
     routing, is_dropped = router(x), torch.rand(N, k) < dropped

@@ -27,7 +27,7 @@ from faults import (
     IN_BACKWARD, own_in_backward, own_part, put, unseen_by_autograd, without_reduction,
 )  # fmt: skip
 from layouts import drawn
-from ranks import on_ranks, run, soak
+from ranks import on_ranks, run, shifted, soak
 
 MODULES = hybrid, tensor_parallel, sequence_parallel, expert_parallel, zero
 
@@ -233,7 +233,7 @@ def worst(flags, dtype=torch.float64):
     """Return the worst difference of a layout, and its name."""
     world_size = dist.get_world_size()
     torch.set_default_dtype(dtype)
-    words = [*verify.sizes_of(world_size), "--layers", "2", *flags.split()]
+    words = [*verify.sizes_of(world_size), "--layers=2", f"--seed={shifted(0)}", *flags.split()]
     try:
         return verify.judge(hybrid.parse(words, world_size), torch.device("cpu"), {})
     except Exception as error:  # all ranks raise the same error
@@ -419,7 +419,8 @@ def judge_without(rows):
     groups = {}
     with put(hybrid, "make_mesh", known_mesh)():
         for name, (words, per_node) in rows.items():
-            args = hybrid.parse([*verify.sizes_of(world_size), *words], world_size, per_node)
+            words = [*verify.sizes_of(world_size), f"--seed={shifted(0)}", *words]
+            args = hybrid.parse(words, world_size, per_node)
             with SUMS[name]():
                 found[name], _ = verify.judge(args, torch.device("cpu"), groups)
     return found

@@ -28,7 +28,7 @@ from pipeline import (
     one_f_one_b, one_f_one_b_step, peak_activations, pipeline_bytes, program, simulate,
     sum_replicas, zb_h1, zb_h2, zb_v,
 )
-from ranks import on_ranks, run, soak
+from ranks import on_ranks, run, shifted, soak
 from replicas import demonstration, interleaved_group
 from zero import FullyShardedDataParallel
 
@@ -320,8 +320,8 @@ def _problem(seed, num_stages, rows, num_batches=2):
 
     All stages send the same width. Every other linear layer can defer its weight's gradient.
     """
-    torch.manual_seed(seed)
-    sizes = random.Random(seed)
+    torch.manual_seed(shifted(seed))
+    sizes = random.Random(shifted(seed))
     depth = num_stages + sizes.randint(1, 4)
     bounds = [0, *sorted(sizes.sample(range(1, depth), num_stages - 1)), depth]
     widths, D = [sizes.randint(1, 6) for _ in range(depth + 1)], sizes.randint(2, 6)
@@ -374,7 +374,7 @@ def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name, p, p
 @on_ranks(1, 2, 3)
 def test_the_plain_forms_and_the_executor_give_the_same_bits(plain_step, make_schedule, m):
     rank, p = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(p)]
     plain, stage = copy.deepcopy(layers[rank]), layers[rank]
     inputs, targets = torch.randn(2, 8, 32)
@@ -392,7 +392,7 @@ def test_the_plain_forms_and_the_executor_give_the_same_bits(plain_step, make_sc
 @on_ranks(1, 2, 3)
 def test_plain_forms_take_microbatches_of_unlike_sizes_and_of_any_strides():
     rank, p = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     layers = nn.Sequential(*[nn.Linear(4, 4).double() for _ in range(p)])
     inputs, targets = torch.randn(2, 4, 18, dtype=torch.float64).mT  # columns are contiguous
     _loss(layers(inputs), targets).backward()
@@ -407,7 +407,7 @@ def test_plain_forms_take_microbatches_of_unlike_sizes_and_of_any_strides():
 @on_ranks(1)
 @pytest.mark.parametrize("norm, is_same", [(nn.LayerNorm, True), (nn.BatchNorm1d, False)])
 def test_microbatches_change_the_gradients_of_batch_norm_and_not_of_layer_norm(norm, is_same):
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     stage = nn.Sequential(nn.Linear(4, 4), norm(4), nn.Linear(4, 4)).double()
     inputs, targets = torch.randn(2, 8, 4, dtype=torch.float64)
     gradients = []

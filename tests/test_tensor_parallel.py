@@ -20,7 +20,7 @@ import tensor_parallel
 from collectives import all_reduce_bytes, count_bytes, gather_objects, observe, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
-from ranks import least_bytes, on_ranks, soak
+from ranks import least_bytes, on_ranks, shifted, soak
 from replicas import assert_close, demonstration, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
@@ -131,8 +131,8 @@ def _check(
 def _cases(number, replica):
     """Yield generators of sizes, the same on all ranks; seed torch equally in each group."""
     for case in range(number):
-        torch.manual_seed(100 * replica + case)
-        yield random.Random(case)
+        torch.manual_seed(shifted(100 * replica + case))
+        yield random.Random(shifted(case))
 
 
 @in_layouts(*SEVERAL)
@@ -334,7 +334,7 @@ def test_a_frozen_weight_keeps_only_itself_for_backward(make):
 @on_ranks(1, 2, 3)
 def test_the_plain_mlp_has_the_output_and_the_gradients_of_one_process():
     rank, P = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     sizes = (5, 4), (6 * P, 4), (4, 6 * P)
     x, up, down = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes)
     whole = F.linear(F.gelu(F.linear(x, up), approximate="tanh"), down)
@@ -353,7 +353,7 @@ def test_the_plain_mlp_has_the_output_and_the_gradients_of_one_process():
 def test_the_plain_attention_and_vocabulary_have_the_gradients_of_one_process():
     """Embedding, attention and loss in a row, with heads that each attend differently."""
     rank, P = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     V, B, T, K, heads = 3 * P, 2, 8 * P, 2, 2 * P
     D = heads * K
     shapes = (V, D), (3, D, D), (D, D), (V, D)
@@ -474,7 +474,7 @@ class OwnBlock(nn.Module):
 
 def _trained(x, group, sp, forgotten="", steps=1):
     """Train the block; return it, with the last step's gradients."""
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     block = OwnBlock(8, 4, group, sp, forgotten).double()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
     for _ in range(steps):
@@ -765,7 +765,7 @@ def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(tp, repl
         drawn.append((before + mask(), inside))
         return 2 * x
 
-    torch.manual_seed(1000 + replica)
+    torch.manual_seed(shifted(1000 + replica))
     y = recompute(draw, torch.ones(1, requires_grad=True))
     after = torch.get_rng_state()
     y.backward()
@@ -836,7 +836,7 @@ def _alexnets(groups, group):
 def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas, groups):
     """Both steps drop activations. The second one shows that the first one left equal weights."""
     group, replica = interleaved_group(tp, replicas)
-    torch.manual_seed(replica)
+    torch.manual_seed(shifted(replica))
     nets = _alexnets(groups, group)
     plain, parallel = nets
     shards = shards_of(parallel)
@@ -846,7 +846,7 @@ def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas,
     for step in range(2):
         results = []
         for net, optimizer in zip(nets, optimizers):
-            torch.manual_seed(step)  # for the dropout masks
+            torch.manual_seed(shifted(step))  # for the dropout masks
             x = images.clone().requires_grad_()
             optimizer.zero_grad()
             logits = net(x)
@@ -884,7 +884,7 @@ def test_alexnet_has_the_papers_size_and_initial_values_that_do_not_depend_on_th
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     nets = []
     for group in (None, alone):
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         nets.append(AlexNet(**SMALL, group=group))
     for name, parameter in nets[0].named_parameters():
         expected = _part(nets[1].get_parameter(name), shards_of(nets[0])[name])
