@@ -886,7 +886,10 @@ class _CrossEntropy(torch.autograd.Function):
         grad = softmax.scatter_add_(-1, local, minus_one.unsqueeze(-1))
         ctx.ignored = target == ignore_index
         grad.masked_fill_((unknown & ~ctx.ignored).unsqueeze(-1), math.nan)
-        ctx.save_for_backward(logits.detach().copy_(grad) if inplace else grad.to(logits.dtype))
+        if logits.dtype != torch.float16:  # which would round small numbers to 0 before any scale
+            grad = logits.detach().copy_(grad) if inplace else grad.to(logits.dtype)
+        ctx.save_for_backward(grad)
+        ctx.dtype = logits.dtype
         return (normalizer.log() - target_logit).masked_fill(ctx.ignored, 0)
 
     @staticmethod
@@ -896,7 +899,7 @@ class _CrossEntropy(torch.autograd.Function):
         scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
         if torch._C._autograd._get_current_graph_task_keep_graph():  # private API: retain_graph
             grad = grad.clone()  # another backward will need the saved one
-        return grad.mul_(scale), *7 * [None]
+        return grad.mul_(scale).to(ctx.dtype), *7 * [None]
 
 
 def vocab_parallel_cross_entropy(
@@ -910,7 +913,9 @@ def vocab_parallel_cross_entropy(
     Types: logits V -> losses I, so all ranks must use all losses identically.
     inplace: whether forward writes the gradient of the logits, in their dtype, over the logits. No
         other loss can then use the logits. If not, the gradient takes N V_r elements of its own.
-        In 16 bits forward also has N V_r fp32 numbers for a time, either way.
+        In 16 bits forward also has N V_r fp32 numbers for a time, either way. For fp16 logits
+        backward keeps these numbers, and nothing is overwritten, because a loss scale multiplies
+        the gradient in backward, and most of it may be too small for fp16 before that.
     label_smoothing: as in F.cross_entropy(), over the whole vocabulary.
     Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
     NaN, as is the gradient, where it is otherwise outside the vocabulary. 3 N numbers are reduced

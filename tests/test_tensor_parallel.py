@@ -631,6 +631,28 @@ def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, rep
             assert torch.equal(again, -2 * found)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@on_ranks(2)
+def test_gradients_of_fp16_logits_are_scaled_before_they_are_rounded(inplace):
+    """With a scale of 2^16, fp16 can hold gradients down to 2^-40. They take the memory of fp32."""
+    rank, P = rank_and_size()
+    torch.manual_seed(0)
+    whole, target = 4 * torch.randn(16, 4000), torch.randint(4000, (16,))
+    exact = whole.half().double().requires_grad_()
+    F.cross_entropy(exact, target).mul(2**16).backward()
+    expected = exact.grad.chunk(P, 1)[rank]
+    own = whole.half().chunk(P, 1)[rank].contiguous()
+    logits = own.clone().requires_grad_()
+    with Peak() as peak:
+        losses = vocab_parallel_cross_entropy(logits, target, 4000, inplace=inplace)
+        kept = peak.now()
+    losses.mean().mul(2**16).backward()
+    assert logits.grad.dtype == torch.float16 and torch.equal(logits, own)
+    assert_close(logits.grad.double(), expected, 2**-11)
+    assert (logits.grad == 0).float().mean() < 0.01
+    assert round(kept / own.nbytes) == 2
+
+
 @on_ranks(2, 3)
 def test_the_loss_of_logits_that_have_been_gathered_is_refused():
     """Otherwise each rank would count every column, and the loss would be too large by log(P)."""
