@@ -56,6 +56,7 @@ Communication with Dependent Computation via Decomposition in Large Deep Learnin
     torchrun --nproc-per-node 4 tensor_parallel.py    prints bytes and the largest numerical error
 """
 
+import copy
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -507,15 +508,34 @@ class Shard:
         return torch.cat(parts, self.dim)
 
 
+class Shards(dict):
+    """{name: Shard} of a module's split parameters, whose attribute `split_over` it sets.
+
+    That tells their group to an optimizer, which does not see the module. Parameters lose their
+    attributes in a deep copy, so the deep copy of Shards, which comes after theirs, sets it again.
+
+    parameters: the dict in which the module keeps its parameters.
+    """
+
+    def __init__(self, parameters, shards):
+        super().__init__(shards)
+        self.parameters = parameters
+        for name, shard in self.items():
+            if parameters.get(name) is not None:  # else it was removed, or parametrized
+                parameters[name].split_over = shard.group
+
+    def __deepcopy__(self, memo):
+        return Shards(copy.deepcopy(self.parameters, memo), self)
+
+
 def set_shard(module, name, full, shard):
     """Set parameter `name` to this rank's part of `full`, which must be the same on all ranks.
 
     The modules below draw `full` from PyTorch's generator, so seed it alike on all ranks.
     """
-    parameter = nn.Parameter(shard.cut(full.detach()))
-    parameter.split_over = shard.group  # for an optimizer, which does not see the module
-    setattr(module, name, parameter)
-    module.shards = getattr(module, "shards", {}) | {name: shard}
+    setattr(module, name, nn.Parameter(shard.cut(full.detach())))
+    shards = getattr(module, "shards", {}) | {name: shard}
+    module.shards = Shards(module._parameters, shards)
 
 
 def shards_of(model):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference_gpt
@@ -32,6 +33,7 @@ from tensor_parallel import (
     tensor_parallel_layer_bytes, views_in_whole, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
+from zero import ZeroRedundancyOptimizer
 
 # (the size of tensor-parallel groups, the number of groups, each of which has its own data)
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
@@ -507,6 +509,39 @@ def test_a_parameter_that_is_not_marked_or_split_drifts_apart_and_is_named(sp, f
     own = [p.detach() for name, p in wrong.named_parameters() if name.startswith(forgotten)]
     first, second = gather_objects(torch.cat(own))
     assert (first - second).norm() > 1e-2 * first.norm()
+
+
+@on_ranks(4)
+def test_a_deep_copy_is_split_and_marked_alike_over_the_same_group_and_has_its_own_weights():
+    """AveragedModel copies a model, and updates the copy. ZeRO-1's optimizer asks the parameters."""
+    group, _ = interleaved_group(2, 2)
+    row = RowParallelLinear(8, 8, group=group, sequence_parallel=True)
+    column = ColumnParallelLinear(8, 8, group=group)
+    column.bias = None
+    head = torch.nn.utils.parametrizations.weight_norm(ColumnParallelLinear(8, 4, group=group))
+    layers = VocabParallelEmbedding(6, 8, group), OwnBlock(8, 4, group), column, row, head
+    net, tokens = nn.Sequential(*layers), torch.randint(6, (4, 3))
+    average = AveragedModel(net)
+    copied = average.module
+    assert torch.equal(copied(tokens), net(tokens))
+    assert shards_of(copied) == shards_of(net)
+    marked = [
+        [name for name, p in model.named_parameters() if any(p is q for q in summed)]
+        for model, summed in ((m, parameters_to_sum_over_tp(m)) for m in (net, copied))
+    ]
+    assert marked[0] == marked[1] == ["1.q_norm.weight", "1.q_norm.bias", "3.bias"]
+    for layer in (0, 1, 2, 3):
+        for model in (net, copied):
+            with pytest.raises(ValueError, match="is split over ranks .*, which are no replicas"):
+                ZeroRedundancyOptimizer(model[layer].parameters(), torch.optim.SGD, lr=0.1)
+    seen = []
+    for _ in range(2):
+        net(tokens).square().sum().backward()
+        torch.optim.SGD(net.parameters(), 0.01).step()
+        average.update_parameters(net)
+        seen.append([parameter.detach().clone() for parameter in net.parameters()])
+    for found, one, other in zip(copied.parameters(), *seen, strict=True):
+        assert_close(found, (one + other) / 2, 1e-6)
 
 
 @on_ranks(3)
