@@ -11,10 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import expert_parallel
-from collectives import count_bytes, observe, rank_and_size
+from collectives import count_bytes, gather_objects, observe, rank_and_size
 from expert_parallel import (
     DispatchPlan, Experts, FullPrecisionLinear, MoE, Router, dispatch_and_combine,
     expert_parallel_bytes, switch, switch_layer, tally_metrics, two_hops,
@@ -172,7 +173,7 @@ def test_each_expert_is_an_mlp_and_idle_experts_have_gradients_of_zero(dtype, D,
 
 def check_experts(dtype, D, width, sizes, device="cpu"):
     torch.manual_seed(shifted(0))
-    experts = Experts(4, D, width).to(device, dtype)
+    experts = Experts(range(4), 4, D, width).to(device, dtype)
     counts = torch.tensor(sizes, device=device)
     x, grad = torch.randn(2, sum(sizes), D).to(device, dtype)
     exact = [t.detach().double().requires_grad_() for t in (x, *experts.parameters())]
@@ -264,6 +265,63 @@ def test_backward_undoes_a_permutation_by_the_inverse_and_one_expert_needs_none(
     assert forward.count["index_select"] == 1 + permutations  # one takes the rows of x
     assert backward.count["index_select"] == 1 + permutations  # one takes the rows of dy
     assert backward.count["index_add"] + backward.count["index_add_"] == 1
+
+
+# ---- initial values, copies ----------------------------------------------------------------------
+
+
+def _whole(layer):
+    """Return {name: value} of the layer's parameters, and all experts of its group for one name."""
+    whole = {}
+    for name, parameter in layer.named_parameters():
+        own = parameter.detach()
+        whole[name] = own
+        if "experts" in name:
+            assert own.untyped_storage().nbytes() == own.nbytes, "other ranks' experts are kept"
+            parts = [torch.empty_like(own) for _ in range(dist.get_world_size(layer.group))]
+            dist.all_gather(parts, own, group=layer.group)
+            whole[name] = torch.cat(parts)
+    return whole
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@on_ranks(4)
+def test_initial_values_differ_between_experts_and_do_not_depend_on_how_these_are_spread(tp):
+    """Afterwards all generators are alike, so that layers made later have equal copies, too."""
+    tp_group = _groups(2)[0] if tp == 2 else None
+    values, states = [], []
+    for ep in (1, 2, 4):
+        group, _ = _groups(ep)
+        torch.manual_seed(0)
+        layer = MoE(5, 7, 8, 2, group, tp_group, shared_experts=1, gated=True, activation=nn.GLU())
+        values.append(_whole(layer))
+        states += gather_objects(torch.get_rng_state())
+    for found in values[1:]:
+        for name, value in values[0].items():
+            assert torch.equal(found[name], value), name
+    for state in states:
+        assert torch.equal(state, states[0])
+    for name in ("experts.w_in", "experts.w_out"):
+        assert len(values[0][name].unique()) == values[0][name].numel()
+
+
+@pytest.mark.parametrize("per_node, tp", [(0, 1), (2, 1), (0, 2)])
+@on_ranks(4)
+def test_a_deep_copy_has_the_same_groups_and_counts_for_itself(per_node, tp):
+    torch.manual_seed(0)
+    options = {"nodes": _groups(per_node), "balance_groups": (None,), "balance_coefficient": 0.1}
+    options["tp_group"] = _groups(2)[0] if tp == 2 else None
+    layer = MoE(4, 16, 8, 2, dist.group.WORLD, shared_experts=1, **options)
+    average = AveragedModel(nn.Sequential(layer))
+    (copied,) = average.module
+    x = torch.randn(6, 4)
+    expected = layer(x)
+    assert torch.equal(average(x), expected)
+    expected.sum().backward()
+    assert layer.tally.any() and not copied.tally.any()
+    assert all(parameter.grad is None for parameter in average.parameters())
+    copied.set_loss_scale(3.0)
+    assert layer.factors[0] == 0.1
 
 
 # ---- waits and launches of the host --------------------------------------------------------------
@@ -750,7 +808,8 @@ def _backward(layer, x, grad, how):
         for parameter in layer.parameters():
             parameter.grad /= -3
     else:
-        layer.set_loss_scale(0.5)
+        for scale in (7.0, 0.5):  # the second one replaces the first
+            layer.set_loss_scale(scale)
         again = recompute if how == "recomputed" else lambda layer, x: layer(x)
         for _ in range(2):
             (again(layer, x.requires_grad_()) * grad).sum().div(2).backward()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference_gpt
@@ -32,6 +33,7 @@ from tensor_parallel import (
     tensor_parallel_layer_bytes, views_in_whole, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
+from zero import ZeroRedundancyOptimizer
 
 # (the size of tensor-parallel groups, the number of groups, each of which has its own data)
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
@@ -509,6 +511,39 @@ def test_a_parameter_that_is_not_marked_or_split_drifts_apart_and_is_named(sp, f
     assert (first - second).norm() > 1e-2 * first.norm()
 
 
+@on_ranks(4)
+def test_a_deep_copy_is_split_and_marked_alike_over_the_same_group_and_has_its_own_weights():
+    """AveragedModel copies a model, and updates the copy. ZeRO-1's optimizer asks the parameters."""
+    group, _ = interleaved_group(2, 2)
+    row = RowParallelLinear(8, 8, group=group, sequence_parallel=True)
+    column = ColumnParallelLinear(8, 8, group=group)
+    column.bias = None
+    head = torch.nn.utils.parametrizations.weight_norm(ColumnParallelLinear(8, 4, group=group))
+    layers = VocabParallelEmbedding(6, 8, group), OwnBlock(8, 4, group), column, row, head
+    net, tokens = nn.Sequential(*layers), torch.randint(6, (4, 3))
+    average = AveragedModel(net)
+    copied = average.module
+    assert torch.equal(copied(tokens), net(tokens))
+    assert shards_of(copied) == shards_of(net)
+    marked = [
+        [name for name, p in model.named_parameters() if any(p is q for q in summed)]
+        for model, summed in ((m, parameters_to_sum_over_tp(m)) for m in (net, copied))
+    ]
+    assert marked[0] == marked[1] == ["1.q_norm.weight", "1.q_norm.bias", "3.bias"]
+    for layer in (0, 1, 2, 3):
+        for model in (net, copied):
+            with pytest.raises(ValueError, match="is split over ranks .*, which are no replicas"):
+                ZeroRedundancyOptimizer(model[layer].parameters(), torch.optim.SGD, lr=0.1)
+    seen = []
+    for _ in range(2):
+        net(tokens).square().sum().backward()
+        torch.optim.SGD(net.parameters(), 0.01).step()
+        average.update_parameters(net)
+        seen.append([parameter.detach().clone() for parameter in net.parameters()])
+    for found, one, other in zip(copied.parameters(), *seen, strict=True):
+        assert_close(found, (one + other) / 2, 1e-6)
+
+
 @on_ranks(3)
 def test_only_relative_differences_above_a_thousandth_between_copies_are_a_fault():
     """The rank with the largest difference tells the others."""
@@ -629,6 +664,28 @@ def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, rep
         for keep in True, False:  # a graph that was retained gives other gradients correctly
             (again,) = torch.autograd.grad(losses, logits, -2 * grad_output, retain_graph=keep)
             assert torch.equal(again, -2 * found)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@on_ranks(2)
+def test_gradients_of_fp16_logits_are_scaled_before_they_are_rounded(inplace):
+    """With a scale of 2^16, fp16 can hold gradients down to 2^-40. They take the memory of fp32."""
+    rank, P = rank_and_size()
+    torch.manual_seed(0)
+    whole, target = 4 * torch.randn(16, 4000), torch.randint(4000, (16,))
+    exact = whole.half().double().requires_grad_()
+    F.cross_entropy(exact, target).mul(2**16).backward()
+    expected = exact.grad.chunk(P, 1)[rank]
+    own = whole.half().chunk(P, 1)[rank].contiguous()
+    logits = own.clone().requires_grad_()
+    with Peak() as peak:
+        losses = vocab_parallel_cross_entropy(logits, target, 4000, inplace=inplace)
+        kept = peak.now()
+    losses.mean().mul(2**16).backward()
+    assert logits.grad.dtype == torch.float16 and torch.equal(logits, own)
+    assert_close(logits.grad.double(), expected, 2**-11)
+    assert (logits.grad == 0).float().mean() < 0.01
+    assert round(kept / own.nbytes) == 2
 
 
 @on_ranks(2, 3)
