@@ -978,6 +978,25 @@ def test_an_idle_thread_keeps_no_tensor():
 
 
 @on_ranks(2)
+def test_a_thread_has_freed_an_operations_tensors_when_it_announces_the_end():
+    x, freed, forgotten, found = torch.ones(4), threading.Event(), threading.Event(), []
+    weakref.finalize(x, freed.set)
+
+    class Watched(collectives.Future):
+        def set_result(self, result):
+            assert forgotten.wait(10)
+            found.append(freed.is_set())
+            super().set_result(result)
+
+    with patch.object(collectives, "Future", Watched):
+        work = all_reduce(x, async_op=True)
+    del x
+    forgotten.set()
+    work.wait()
+    assert found == [True]
+
+
+@on_ranks(2)
 def test_the_thread_of_a_group_may_preempt_others_and_the_main_thread_does_not():
     policies, x = set(), torch.ones(4)
 

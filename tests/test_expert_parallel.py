@@ -750,7 +750,8 @@ def _backward(layer, x, grad, how):
         for parameter in layer.parameters():
             parameter.grad /= -3
     else:
-        layer.set_loss_scale(0.5)
+        for scale in (8.0, 0.5):  # the second one replaces the first
+            layer.set_loss_scale(scale)
         again = recompute if how == "recomputed" else lambda layer, x: layer(x)
         for _ in range(2):
             (again(layer, x.requires_grad_()) * grad).sum().div(2).backward()

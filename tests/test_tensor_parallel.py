@@ -32,6 +32,7 @@ from tensor_parallel import (
     tensor_parallel_layer_bytes, views_in_whole, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
+from zero import FullyShardedDataParallel
 
 # (the size of tensor-parallel groups, the number of groups, each of which has its own data)
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
@@ -592,6 +593,32 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_fp32(dtype):
     embedding(torch.tensor([1]).repeat(600)).sum().backward()
     assert embedding.weight.grad.dtype == dtype
     assert torch.equal(embedding.weight.grad.float(), _part(expected.float(), Shard(0, (4,))))
+
+
+class Tied(nn.Module):
+    """An embedding in 16 bits, and a head that may compute its gradient in lent memory."""
+
+    def __init__(self, vocab_size, width):
+        super().__init__()
+        self.store = WeightGradStore()
+        self.embedding = VocabParallelEmbedding(vocab_size, width).bfloat16()
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return column_parallel_linear(x, self.embedding.weight, defer=self.store)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(1)
+def test_a_tied_weights_gradients_are_summed_in_16_bits_before_they_are_summed_in_32(stage):
+    """A CPU also has the embedding's gradient in 32 bits, so there are 2 + 2 + 4 bytes."""
+    model = FullyShardedDataParallel(Tied(4096, 64), stage=stage, reduce_dtype=torch.float32)
+    for _ in range(2):
+        with model.no_sync(), model.module.store.during():
+            loss = model(torch.arange(8)).square().mean()
+            with Peak() as peak:
+                loss.backward()
+        assert peak.bytes / (4096 * 64) == pytest.approx(2 + 2 + 4, rel=1e-3)
 
 
 @in_layouts(*LAYOUTS)
