@@ -154,7 +154,7 @@ def test_test_seed_shifts_every_generator_and_ranks_have_the_seeds_of_this_proce
 
 
 def test_every_seed_of_a_test_is_shifted_or_says_why_not():
-    """golden.py is left out, whose figures are in files, and so are the tools, which are no tests."""
+    """golden.py is left out because its figures are in files, and the tools are no tests."""
     files = [*PROJECT.glob("tests/test_*.py"), *PROJECT.glob("tests/support/*.py")]
     calls = r"(?:manual_seed|default_rng|Random|random\.seed)\((?!shifted\(|\[SEED, |\))(.*)"
     found = [rest for path in files for rest in re.findall(calls, path.read_text())]
