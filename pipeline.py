@@ -1338,6 +1338,9 @@ def figures(name, num_stages, num_microbatches):
     return schedule, timeline, (claimed, bubble), peaks
 
 
+PAIRED = "claimed for F and B in pairs, which send together; simulated without pairs"
+
+
 def _show(name, schedule, _, bubbles, peaks):
     print(draw(schedule))
     claimed, simulated = bubbles
@@ -1345,6 +1348,8 @@ def _show(name, schedule, _, bubbles, peaks):
     kind = SCHEDULES[name]
     print(f"bubble {kind.bubble} for {kind.sizes} and times {kind.times}")
     print(f"bubble if F = I = W = 1: {claim}, simulated {simulated:g}")
+    if claimed is not None and claimed > simulated:
+        print(PAIRED)
     print("peak activations, in microbatches: claimed {:g}, simulated {:g}".format(*peaks))
 
 
@@ -1353,6 +1358,7 @@ def _compare(num_stages, num_microbatches):
     print(f"{'':12}{'bubble':>18}{'peak activations':>24}{'total':>9}")
     print(f"{'':12}{'claimed simulated':>18}{'claimed simulated':>24}")
     is_any_missing = False
+    paired = []
     for name in SCHEDULES:
         try:
             _, timeline, bubbles, peaks = figures(name, num_stages, num_microbatches)
@@ -1364,6 +1370,10 @@ def _compare(num_stages, num_microbatches):
         numbers = simulated, *peaks, timeline.total
         print("{:12}{:>8}{:10.1f}{:14.1f}{:10.1f}{:9.1f}".format(name, claim, *numbers))
         is_any_missing = is_any_missing or claimed is None
+        if claimed is not None and claimed > simulated:
+            paired.append(name)
+    if paired:
+        print(f"\n{', '.join(paired)}: {PAIRED}")
     if is_any_missing:
         print("\n-: the formula does not hold for so few microbatches")
 

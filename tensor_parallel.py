@@ -856,8 +856,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens):
         local, is_here = own_part(tokens, self.start, len(self.weight))
         table = self.weight
-        # Autograd adds the gradient of a tied head to this one, so neither may lie in memory that
-        # the weight lends.
+        # Autograd adds the gradient of a tied head to this one. If that lay in the memory that the
+        # weight lends, both gradients and their sum would have its 32 bits.
         table.lend_gradient = table.lent_dtype = None
         if not table.is_cuda:  # a CPU would sum the gradients of a row in 16 bits
             table = table.to(torch.promote_types(table.dtype, torch.float32))

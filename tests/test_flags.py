@@ -347,6 +347,7 @@ def test_help_is_in_groups_and_is_printed_by_one_rank(monkeypatch, capsys):
         assert f"{variable}={value} " in text
     for needs in NEEDS.values():
         assert f"needs {needs}" in re.sub(r"\s+", " ", text)
+    assert "needs --ep > 1; needs --schedule dualpipe or" in re.sub(r"\s+", " ", text)
 
 
 def _train(flags):
