@@ -1516,6 +1516,11 @@ def check_parameters(named, group=None):
                 raise ValueError(f"rank {rank} of the group has {line}, rank 0 has {expected}")
 
 
+# A deep copy of a module, such as torch's AveragedModel, works with the same groups. By itself,
+# copy.deepcopy() would try to copy their connections.
+dist.ProcessGroup.__deepcopy__ = lambda group, memo: group
+
+
 def ranks_in_both(group, other):
     """Return the global ranks that are in both groups."""
     groups = [membership(one, "ranks_in_both") for one in (group, other)]

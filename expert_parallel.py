@@ -524,15 +524,16 @@ class Experts(nn.Module):
 
     The zero-bubble schedules of pipeline.py do not defer the gradients of these matrices.
 
+    own: the range of their numbers among num_experts.
     activation: a module for what lies between the matrices w_in and w_out. By default it is GELU.
     gated: whether it maps 2 ffn_hidden numbers, a gate and a value for each, to ffn_hidden.
     """
 
-    def __init__(self, num_local, hidden, ffn_hidden, activation=None, gated=False):
+    def __init__(self, own, num_experts, hidden, ffn_hidden, activation=None, gated=False):
         super().__init__()
         rows = 2 * ffn_hidden if gated else ffn_hidden
-        self.w_in = nn.Parameter(torch.randn(num_local, rows, hidden) * hidden**-0.5)
-        self.w_out = nn.Parameter(torch.randn(num_local, hidden, ffn_hidden) * ffn_hidden**-0.5)
+        self.w_in = nn.Parameter(draw_experts(own, num_experts, rows, hidden))
+        self.w_out = nn.Parameter(draw_experts(own, num_experts, hidden, ffn_hidden))
         self.activation = activation or nn.GELU(approximate="tanh")
 
     def forward(self, x, sizes, sizes_on_device):
@@ -546,6 +547,21 @@ class Experts(nn.Module):
             return _grouped(x, w_out, sizes, sizes_on_device)
         mlp = lambda rows, up, down: F.linear(self.activation(F.linear(rows, up)), down)
         return torch.cat([*map(mlp, x.split(sizes), w_in, w_out)])
+
+
+def draw_experts(own, num_experts, rows, columns):
+    """Draw a random matrix for each of num_experts. Return those of `own`, (G, rows, columns).
+
+    Every rank draws all of them, one after another. So if PyTorch's generator is seeded alike on
+    all ranks, no two experts are equal, their values do not depend on P, and the generator's state
+    stays alike.
+    """
+    kept = torch.empty(len(own), rows, columns)
+    for expert in range(num_experts):
+        matrix = torch.randn(rows, columns)
+        if expert in own:
+            kept[expert - own.start] = matrix
+    return kept.mul_(columns**-0.5)
 
 
 def _grouped(x, weight, sizes, sizes_on_device):
@@ -585,6 +601,9 @@ class MoE(nn.Module):
     Every token is routed and balanced, padding included: it takes room within capacity_factor, and
     counts in the balance loss, the z-loss and the tally. Leave padding out of x if it should not
     count.
+
+    Seed PyTorch's generator alike on all ranks before the layer is made. Then the copies of its
+    router are equal, and each rank draws all experts and keeps its own, so that no two are equal.
 
     tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dimension 0,
         and the results are gathered. The caller must sum each parameter's gradients over the ranks
@@ -631,7 +650,7 @@ class MoE(nn.Module):
         **router,
     ):
         super().__init__()
-        _, world_size = rank_and_size(group)
+        rank, world_size = rank_and_size(group)
         if num_experts % world_size:
             raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
         if capacity_factor is not None and not capacity_factor > 0:
@@ -645,7 +664,9 @@ class MoE(nn.Module):
         self.tp_group, self.balance_groups = tp_group, balance_groups
         self.has_losses = bool(balance_coefficient or z_coefficient)
         self.router = Router(hidden, num_experts, top_k, **router)
-        self.experts = Experts(num_experts // world_size, hidden, ffn_hidden, activation, gated)
+        num_local = num_experts // world_size
+        own = range(rank * num_local, (rank + 1) * num_local)
+        self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
         self.shared = None
         if shared_experts:
             width = shared_experts * ffn_hidden

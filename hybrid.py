@@ -2858,7 +2858,7 @@ class Args(GPTConfig):
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES,
                          needs="--pp > 1", neutral="1f1b")  # fmt: skip
     overlap: bool = flag(False, "compute a forward and a backward in turns, each while the other's "
-                         "tokens travel to experts: pays where they cross nodes",
+                         "tokens travel to experts: pays where they cross nodes; needs --ep > 1",
                          needs=f"--schedule {WITH_PAIRS}")  # fmt: skip
     chunks: int = flag(2, "pipeline stages on each rank", needs=f"--schedule {WITH_CHUNKS}",
                        neutral=1)  # fmt: skip

@@ -109,9 +109,9 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
             x = x.new_empty(x.shape)  # contiguous, as messages must be
             exchange([], [(x, rank - 1)], group)
             x.requires_grad_()  # a leaf, whose gradient goes back
-        output = stage(x).contiguous()
+        output = stage(x)
         if rank < last:
-            exchange([(output.detach(), rank + 1)], [], group)
+            exchange([(output.detach().contiguous(), rank + 1)], [], group)
         else:
             output = loss_fn(output, targets[i])  # a scalar, whose backward needs no gradient
         passes.append((x, output))
@@ -170,7 +170,7 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
         if not 0 <= peer <= last:
             return None
         received = None if wanted is None else wanted.new_empty(wanted.shape)
-        sends = [] if sent is None else [(sent, peer)]
+        sends = [] if sent is None else [(sent.contiguous(), peer)]
         receives = [] if received is None else [(received, peer)]
         exchange(sends, receives, group)
         return received
@@ -180,7 +180,7 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
             x = inputs[i]
         else:
             x.requires_grad_()  # a leaf, whose gradient goes back
-        output = stage(x).contiguous()
+        output = stage(x)
         if rank == last:
             output = loss_fn(output, targets[i])
             losses.append(output.detach())
@@ -1338,6 +1338,9 @@ def figures(name, num_stages, num_microbatches):
     return schedule, timeline, (claimed, bubble), peaks
 
 
+PAIRED = "claimed for F and B in pairs, which send together; simulated without pairs"
+
+
 def _show(name, schedule, _, bubbles, peaks):
     print(draw(schedule))
     claimed, simulated = bubbles
@@ -1345,6 +1348,8 @@ def _show(name, schedule, _, bubbles, peaks):
     kind = SCHEDULES[name]
     print(f"bubble {kind.bubble} for {kind.sizes} and times {kind.times}")
     print(f"bubble if F = I = W = 1: {claim}, simulated {simulated:g}")
+    if claimed is not None and claimed > simulated:
+        print(PAIRED)
     print("peak activations, in microbatches: claimed {:g}, simulated {:g}".format(*peaks))
 
 
@@ -1353,6 +1358,7 @@ def _compare(num_stages, num_microbatches):
     print(f"{'':12}{'bubble':>18}{'peak activations':>24}{'total':>9}")
     print(f"{'':12}{'claimed simulated':>18}{'claimed simulated':>24}")
     is_any_missing = False
+    paired = []
     for name in SCHEDULES:
         try:
             _, timeline, bubbles, peaks = figures(name, num_stages, num_microbatches)
@@ -1364,6 +1370,10 @@ def _compare(num_stages, num_microbatches):
         numbers = simulated, *peaks, timeline.total
         print("{:12}{:>8}{:10.1f}{:14.1f}{:10.1f}{:9.1f}".format(name, claim, *numbers))
         is_any_missing = is_any_missing or claimed is None
+        if claimed is not None and claimed > simulated:
+            paired.append(name)
+    if paired:
+        print(f"\n{', '.join(paired)}: {PAIRED}")
     if is_any_missing:
         print("\n-: the formula does not hold for so few microbatches")
 

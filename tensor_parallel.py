@@ -56,6 +56,7 @@ Communication with Dependent Computation via Decomposition in Large Deep Learnin
     torchrun --nproc-per-node 4 tensor_parallel.py    prints bytes and the largest numerical error
 """
 
+import copy
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -507,15 +508,34 @@ class Shard:
         return torch.cat(parts, self.dim)
 
 
+class Shards(dict):
+    """{name: Shard} of a module's split parameters, whose attribute `split_over` it sets.
+
+    That tells their group to an optimizer, which does not see the module. Parameters lose their
+    attributes in a deep copy, so the deep copy of Shards, which comes after theirs, sets it again.
+
+    parameters: the dict in which the module keeps its parameters.
+    """
+
+    def __init__(self, parameters, shards):
+        super().__init__(shards)
+        self.parameters = parameters
+        for name, shard in self.items():
+            if parameters.get(name) is not None:  # else it was removed, or parametrized
+                parameters[name].split_over = shard.group
+
+    def __deepcopy__(self, memo):
+        return Shards(copy.deepcopy(self.parameters, memo), self)
+
+
 def set_shard(module, name, full, shard):
     """Set parameter `name` to this rank's part of `full`, which must be the same on all ranks.
 
     The modules below draw `full` from PyTorch's generator, so seed it alike on all ranks.
     """
-    parameter = nn.Parameter(shard.cut(full.detach()))
-    parameter.split_over = shard.group  # for an optimizer, which does not see the module
-    setattr(module, name, parameter)
-    module.shards = getattr(module, "shards", {}) | {name: shard}
+    setattr(module, name, nn.Parameter(shard.cut(full.detach())))
+    shards = getattr(module, "shards", {}) | {name: shard}
+    module.shards = Shards(module._parameters, shards)
 
 
 def shards_of(model):
@@ -836,8 +856,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens):
         local, is_here = own_part(tokens, self.start, len(self.weight))
         table = self.weight
-        # Autograd adds the gradient of a tied head to this one, so neither may lie in memory that
-        # the weight lends.
+        # Autograd adds the gradient of a tied head to this one. If that lay in the memory that the
+        # weight lends, both gradients and their sum would have its 32 bits.
         table.lend_gradient = table.lent_dtype = None
         if not table.is_cuda:  # a CPU would sum the gradients of a row in 16 bits
             table = table.to(torch.promote_types(table.dtype, torch.float32))
@@ -886,7 +906,10 @@ class _CrossEntropy(torch.autograd.Function):
         grad = softmax.scatter_add_(-1, local, minus_one.unsqueeze(-1))
         ctx.ignored = target == ignore_index
         grad.masked_fill_((unknown & ~ctx.ignored).unsqueeze(-1), math.nan)
-        ctx.save_for_backward(logits.detach().copy_(grad) if inplace else grad.to(logits.dtype))
+        if logits.dtype != torch.float16:  # which would round small numbers to 0 before any scale
+            grad = logits.detach().copy_(grad) if inplace else grad.to(logits.dtype)
+        ctx.save_for_backward(grad)
+        ctx.dtype = logits.dtype
         return (normalizer.log() - target_logit).masked_fill(ctx.ignored, 0)
 
     @staticmethod
@@ -896,7 +919,7 @@ class _CrossEntropy(torch.autograd.Function):
         scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
         if torch._C._autograd._get_current_graph_task_keep_graph():  # private API: retain_graph
             grad = grad.clone()  # another backward will need the saved one
-        return grad.mul_(scale), *7 * [None]
+        return grad.mul_(scale).to(ctx.dtype), *7 * [None]
 
 
 def vocab_parallel_cross_entropy(
@@ -910,7 +933,9 @@ def vocab_parallel_cross_entropy(
     Types: logits V -> losses I, so all ranks must use all losses identically.
     inplace: whether forward writes the gradient of the logits, in their dtype, over the logits. No
         other loss can then use the logits. If not, the gradient takes N V_r elements of its own.
-        In 16 bits forward also has N V_r fp32 numbers for a time, either way.
+        In 16 bits forward also has N V_r fp32 numbers for a time, either way. For fp16 logits
+        backward keeps these numbers, and nothing is overwritten, because a loss scale multiplies
+        the gradient in backward, and most of it may be too small for fp16 before that.
     label_smoothing: as in F.cross_entropy(), over the whole vocabulary.
     Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
     NaN, as is the gradient, where it is otherwise outside the vocabulary. 3 N numbers are reduced

@@ -52,6 +52,12 @@ def ranks():
     rank_pool.pool.close()
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Seed the generators, so that a test's numbers do not depend on the tests before it."""
+    rank_pool.seed_generators()
+
+
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
     """Provide the library of fake_cuda.py's device. Without a C++ compiler, tests are skipped."""

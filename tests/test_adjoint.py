@@ -55,7 +55,7 @@ import tensor_parallel
 import zero
 from collectives import ReduceOp, rank_and_size
 from faults import IN_BACKWARD, own_in_backward, own_part, put, unseen_by_autograd, without_reduction
-from ranks import on_ranks
+from ranks import on_ranks, shifted
 
 MODULES = (
     collectives, ddp, zero, pipeline, tensor_parallel, sequence_parallel, expert_parallel, hybrid
@@ -105,7 +105,7 @@ def draw(like, kind, seed):
     """Return random numbers of like's shape: on all ranks the same for I and R, others for V, P."""
     if kind in "VP":
         seed += 1000 * (dist.get_rank() + 1)
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(shifted(seed)))
 
 
 def pairing(change, gradient, kind):
@@ -242,7 +242,7 @@ def vocabulary_and_attention_cases():
     """Yield the layers of tensor_parallel.py that are not linear ones, and its loss."""
     t = tensor_parallel
     rank, P = rank_and_size()
-    tokens = torch.randint(3 * P, (2 * P, 2), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(3 * P, (2 * P, 2), generator=torch.Generator().manual_seed(shifted(0)))
     target = tokens.flatten().index_fill(0, torch.tensor([1]), -100)
     for inplace in (False, True):
         loss = lambda x: t.vocab_parallel_cross_entropy(x + 0, target, 3 * P, inplace=inplace)
@@ -294,7 +294,7 @@ def expert_parallel_cases():
     e = expert_parallel
     rank, P = rank_and_size()
     N, D, E = 6, 4, 2 * P
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(shifted(rank))
     choices = torch.stack([torch.randperm(E, generator=generator)[:2] for _ in range(N)])
     choices[0, 0] = -1  # dropped
     x, weights, scales = (N, D), (N, 2), (2, D)  # expert i multiplies by scales[i]

@@ -31,12 +31,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import hybrid
 from collectives import gather_objects
 from layouts import assert_alike, soak_but, train_on_text
-from ranks import PROJECT, limit_files, on_ranks, quoted, run, soak, spawn
+from ranks import PROJECT, limit_files, on_ranks, quoted, run, shifted, soak, spawn
 
 T, V, BATCH, STEPS = 12, 67, 12, 4
+SEED = shifted(3)
 CPU = torch.device("cpu")
 FLAGS = f"--layers 4 --hidden 32 --heads 8 --kv-heads 4 --seq-len {T} --vocab-size {V}"
-FLAGS += f" --batch-size {BATCH} --warmup 2 --steps {STEPS} --seed 3 --sample 0"
+FLAGS += f" --batch-size {BATCH} --warmup 2 --steps {STEPS} --seed {SEED} --sample 0"
 MIXTURE = "--layers 2 --experts 4 --balance bias --shared-experts 1"
 
 # ---- any layout ----------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
     words = shlex.split(f"{FLAGS} --checkpoint {quoted(folder)} --save-every 2 {flags}")
     args = hybrid.parse(words, dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
-    data = hybrid.Data(*np.random.default_rng(1).integers(0, V, (2, 500)))
+    data = hybrid.Data(*np.random.default_rng(shifted(1)).integers(0, V, (2, 500)))
     prepare(trainer)
     with redirect_stdout(io.StringIO()):
         hybrid.resume(trainer, folder)
@@ -907,8 +908,8 @@ def test_a_run_says_how_it_differs_from_the_one_that_it_continues(tmp_path):
     folder, text, other = tmp_path / "own", tmp_path / "text", tmp_path / "other"
     assert _continues("", folder) is None
     assert _continues("--recompute full --dp 2", folder) == ""  # the same training
-    expected = "--seed 4 (was 3), --batch-size 6 (was 12)"
-    assert _continues("--seed 4 --batch-size 6", folder) == expected
+    expected = f"--seed {SEED + 1} (was {SEED}), --batch-size 6 (was 12)"
+    assert _continues(f"--seed {SEED + 1} --batch-size 6", folder) == expected
     expected = f"other data, --data {other} (was {text})"
     assert _continues(f"--data {quoted(other)}", folder, "0123 4567 " * 99) == expected
     # the cosine over 2 more steps is at a half of its height, between 1/10 of --lr and --lr
@@ -985,7 +986,7 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_an_undisturbed_run(
     words = [f"--nproc-per-node={world_size}", f"--max-restarts={kills}", "--monitor-interval=0.1"]
     words += [PROJECT / "hybrid.py", "--checkpoint", tmp_path / "own", *shlex.split(flags)]
     process = _start(*words, stderr=open(tmp_path / "errors", "w"))
-    generator = random.Random(kills)
+    generator = random.Random(shifted(kills))
     at_steps = [1] + sorted(generator.sample(range(4, steps - 6), kills - 1))  # step 3 is saved
     found = list(_kill_ranks(process, list(at_steps), generator))
     assert process.wait(60) == 0, (tmp_path / "errors").read_text()

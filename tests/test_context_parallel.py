@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sequence_parallel
 from collectives import count_bytes, observe, rank_and_size
-from ranks import least_bytes, on_ranks, run
+from ranks import least_bytes, on_ranks, run, shifted
 from replicas import assert_close, demonstration, interleaved_group
 from reference_gpt import attention
 from sequence_parallel import (
@@ -52,7 +52,7 @@ def _reference(tensors, grad):
 def test_the_short_forms_agree_with_the_full_ones_and_with_one_rank(simple, method):
     """The output and the gradients of q, k and v. The full ones have positions in zig-zag order."""
     rank, P = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     *tensors, grad = torch.randn(4, 2, 2 * P, 6 * P, 8, dtype=torch.float64)
     positions = torch.arange(6 * P).chunk(P)[rank]
     found = _attend(simple, tensors, grad, positions, torch.float64)
@@ -72,7 +72,7 @@ def test_a_sequence_without_tokens_and_an_unknown_method_are_refused():
 @on_ranks(1, 2, 3)
 def test_the_short_form_of_a_ring_agrees_with_attention_on_one_rank():
     rank, P = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     q, k, v = torch.randn(3, 2, 4, 5 * P, 3, dtype=torch.float64)  # K < T/P
     found = simple_ring_attention(*(x.chunk(P, 2)[rank] for x in (q, k, v)))
     assert_close(found, attention(q, k, v).chunk(P, 2)[rank])
@@ -85,8 +85,8 @@ def test_output_and_gradients_are_those_of_full_attention(method, P, replicas):
     """With replicas, two groups run side by side."""
     group, replica = interleaved_group(P, replicas)
     for case in range(10):
-        torch.manual_seed(100 * replica + case)
-        sizes = random.Random(case)
+        torch.manual_seed(shifted(100 * replica + case))
+        sizes = random.Random(shifted(case))
         B, T, K = sizes.randint(1, 3), 2 * P * sizes.randint(1, 5), sizes.choice([4, 8])
         KV = sizes.choice([1, max(1, P // 2), P, 2 * P])  # fewer heads of keys than ranks, too
         H = KV * P * sizes.randint(1, 2)
@@ -108,7 +108,7 @@ def test_output_and_gradients_are_those_of_full_attention(method, P, replicas):
 def test_bf16_is_as_exact_as_full_attention_in_bf16(method):
     """Parts are rounded before they are merged or summed, and the result is rounded again."""
     _, P = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     B, H, KV, T, K = 2, 4, 2, 64 * P, 16
     tensors = [torch.randn(B, heads, T, K).bfloat16() for heads in (H, KV, KV)]
     grad = torch.randn(B, H, T, K).bfloat16()
@@ -128,7 +128,7 @@ def test_bf16_is_as_exact_as_full_attention_in_bf16(method):
 def test_tensors_may_have_any_strides_and_errors_name_shapes_that_do_not_fit(method):
     """Under autocast, q, k and v may have different dtypes."""
     _, P = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     q, k, v = (torch.randn(2, 4, 2 * P, 8) for _ in range(3))
     expected = METHODS[method](q, k, v)
     strided = torch.stack([q, q], -1)[..., 0], k.contiguous(memory_format=torch.channels_last)

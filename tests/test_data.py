@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import hybrid
-from ranks import on_ranks, quoted, run
+from ranks import on_ranks, quoted, run, shifted
 
 CPU = torch.device("cpu")
-TOKENS = np.random.default_rng(0).integers(0, 50257, 20_000)
+TOKENS = np.random.default_rng(shifted(0)).integers(0, 50257, 20_000)
 GPT2 = 50304  # a vocabulary whose tokens fit in 16 bits
 LLAMA = 128256  # and one whose tokens do not
 

@@ -22,7 +22,7 @@ from tensor_parallel import ColumnParallelLinear
 from zero import FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer
 
 from gpu_counts import waits
-from ranks import least_bytes, on_ranks, run, soak
+from ranks import least_bytes, on_ranks, run, shifted, soak
 from replicas import (
     assert_close, demonstration, gradients_alone, make_data, make_net, mean_square, own_part,
     whole_gradients,
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_one_process_on_the_whole_batch(cap, few):
 def test_ranks_with_unlike_numbers_of_targets_sum_losses_over_the_number_of_all(wrap):
     """One has no target that counts. A mean of the ranks' means would be another gradient."""
     rank, _ = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     net, x = nn.Linear(5, 4).double(), torch.randn(12, 5, dtype=torch.float64)
     target = torch.tensor([0, 1, 2, 3, 3, -100, -100, -100, -100, -100, -100, -100])
     right = gradients_alone(net, lambda net: nn.functional.cross_entropy(net(x), target))
@@ -518,7 +518,7 @@ def test_ranks_that_run_out_of_batches_join_and_get_the_weights_of_one_process(
 
 def join_with_accumulation(wrap):
     """Accumulate over pairs of batches, with buffers that every rank changes; return all state."""
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     net = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7)).double()
     model = wrap(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -676,7 +676,7 @@ def test_a_bucket_holds_gradients_of_one_dtype_which_may_differ_from_the_weights
 @on_ranks(2)
 def test_gradients_and_buffers_that_are_conjugated_when_they_are_read_are_averaged(as_views):
     """The gradient of a weight that is used as weight.conj() is such a one."""
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     rank, P = rank_and_size()
     net = nn.Module()
     net.weight = nn.Parameter(torch.randn(5, dtype=torch.complex128))
@@ -697,7 +697,7 @@ def test_gradients_and_buffers_that_are_conjugated_when_they_are_read_are_averag
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("sizes", [[1], [500, 60], [9_000], [33_000, 0], [10**6, 900, 70_001]])
 def test_a_norm_of_millions_of_elements_is_as_exact_as_that_of_a_few(sizes, dtype):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(shifted(0))
     tensors = [torch.randn(n, dtype=dtype, generator=generator) for n in sizes]
     tensors[-1] = tensors[-1].expand(2, -1).t()  # a tensor that is not contiguous
     wide = torch.promote_types(dtype, torch.float64)
@@ -713,7 +713,7 @@ def test_the_norm_of_distributed_parts_and_clipping_agree_with_torch():
         rows = [dist.new_group(members) for members in ([0, 1], [2, 3])]
         columns = [dist.new_group(members) for members in ([0, 2], [1, 3])]
         groups = rows[rank // 2], columns[rank % 2]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(shifted(0))
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
     wholes = [torch.randn(9, dtype=dtype, generator=generator) for dtype in 2 * dtypes]
     parts = [whole.tensor_split(world_size)[rank].clone() for whole in wholes]
@@ -806,7 +806,7 @@ class Cached(nn.Module):
 
     def __init__(self, lazy, ignore):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         self.linear = nn.Linear(3, 3).double()
         self.register_buffer("scale", torch.full((3,), 2.0).double())
         if not lazy:

@@ -11,17 +11,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import expert_parallel
-from collectives import count_bytes, observe, rank_and_size
+from collectives import count_bytes, gather_objects, observe, rank_and_size
 from expert_parallel import (
     DispatchPlan, Experts, FullPrecisionLinear, MoE, Router, dispatch_and_combine,
     expert_parallel_bytes, switch, switch_layer, tally_metrics, two_hops,
 )
 from gpu_counts import batches, nccl_over_gloo, waits
 from layouts import soak_but
-from ranks import least_bytes, on_ranks, run, soak
+from ranks import least_bytes, on_ranks, run, shifted, soak
 from replicas import assert_close, demonstration
 from reference_gpt import MoE as ReferenceMoE
 from sequence_parallel import recompute, recompute_groups
@@ -50,7 +51,7 @@ def _reference(layer, E, idle=False, dtype=torch.float64, **options):
 
     idle: all tokens choose the first k experts. dtype: parameters are rounded to this dtype.
     """
-    torch.manual_seed(99)
+    torch.manual_seed(shifted(99))
     router = layer.router
     hidden, top_k, score = router.weight.shape[1], router.top_k, router.score
     plain = ReferenceMoE(hidden, E, top_k, score, **options).double()
@@ -124,7 +125,7 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
     layer = MoE(D, 4 * D, E, group=ep_group, **options)
     uneven = losses == (0, 0) and tp == 1
     sizes = [(5, 0, 3, 8, 1, 2)[r % 6] if uneven else 4 for r in range(world_size)]
-    torch.manual_seed(7)
+    torch.manual_seed(shifted(7))
     whole, grad = torch.randn(2, sum(sizes), D).to(dtype).double()
     plain = _reference(layer, E, **of_plain)
     layer.to(torch.float32 if autocast else dtype)
@@ -171,8 +172,8 @@ def test_each_expert_is_an_mlp_and_idle_experts_have_gradients_of_zero(dtype, D,
 
 
 def check_experts(dtype, D, width, sizes, device="cpu"):
-    torch.manual_seed(0)
-    experts = Experts(4, D, width).to(device, dtype)
+    torch.manual_seed(shifted(0))
+    experts = Experts(range(4), 4, D, width).to(device, dtype)
     counts = torch.tensor(sizes, device=device)
     x, grad = torch.randn(2, sum(sizes), D).to(device, dtype)
     exact = [t.detach().double().requires_grad_() for t in (x, *experts.parameters())]
@@ -200,7 +201,7 @@ def check_experts(dtype, D, width, sizes, device="cpu"):
 @on_ranks(1, 2, 3)
 def test_the_plain_layer_has_the_gradients_of_one_process_also_of_its_router():
     rank, P = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     tokens = torch.randn(P, 7, 4, dtype=torch.float64, requires_grad=True)
     router = torch.randn(P, 4, dtype=torch.float64, requires_grad=True)
     matrices = torch.randn(P, 4, 4, dtype=torch.float64, requires_grad=True)
@@ -220,7 +221,7 @@ def test_the_plain_layer_has_the_gradients_of_one_process_also_of_its_router():
 @on_ranks(1, 2, 3)
 def test_the_short_form_and_the_full_dispatch_give_the_same_bits():
     rank, P = rank_and_size()
-    torch.manual_seed(rank)
+    torch.manual_seed(shifted(rank))
     x, grad = torch.randn(2, 7 * rank, 4)
     experts, expert = torch.randint(P, (7 * rank,)), nn.Linear(4, 4)
     plain, full = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -252,7 +253,7 @@ class Moved(TorchDispatchMode):
 def test_backward_undoes_a_permutation_by_the_inverse_and_one_expert_needs_none(num_local):
     """Gradients are added only where a token has several rows: in dispatch."""
     rank, P = rank_and_size()
-    torch.manual_seed(rank)
+    torch.manual_seed(shifted(rank))
     x, weights = torch.randn(9, 4, requires_grad=True), torch.rand(9, 2)
     experts = torch.rand(9, num_local * P).argsort(1)[:, :2]
     with Moved(4) as forward:
@@ -264,6 +265,63 @@ def test_backward_undoes_a_permutation_by_the_inverse_and_one_expert_needs_none(
     assert forward.count["index_select"] == 1 + permutations  # one takes the rows of x
     assert backward.count["index_select"] == 1 + permutations  # one takes the rows of dy
     assert backward.count["index_add"] + backward.count["index_add_"] == 1
+
+
+# ---- initial values, copies ----------------------------------------------------------------------
+
+
+def _whole(layer):
+    """Return {name: value} of the layer's parameters, and all experts of its group for one name."""
+    whole = {}
+    for name, parameter in layer.named_parameters():
+        own = parameter.detach()
+        whole[name] = own
+        if "experts" in name:
+            assert own.untyped_storage().nbytes() == own.nbytes, "other ranks' experts are kept"
+            parts = [torch.empty_like(own) for _ in range(dist.get_world_size(layer.group))]
+            dist.all_gather(parts, own, group=layer.group)
+            whole[name] = torch.cat(parts)
+    return whole
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@on_ranks(4)
+def test_initial_values_differ_between_experts_and_do_not_depend_on_how_these_are_spread(tp):
+    """Afterwards all generators are alike, so that layers made later have equal copies, too."""
+    tp_group = _groups(2)[0] if tp == 2 else None
+    values, states = [], []
+    for ep in (1, 2, 4):
+        group, _ = _groups(ep)
+        torch.manual_seed(shifted(0))
+        layer = MoE(5, 7, 8, 2, group, tp_group, shared_experts=1, gated=True, activation=nn.GLU())
+        values.append(_whole(layer))
+        states += gather_objects(torch.get_rng_state())
+    for found in values[1:]:
+        for name, value in values[0].items():
+            assert torch.equal(found[name], value), name
+    for state in states:
+        assert torch.equal(state, states[0])
+    for name in ("experts.w_in", "experts.w_out"):
+        assert len(values[0][name].unique()) == values[0][name].numel()
+
+
+@pytest.mark.parametrize("per_node, tp", [(0, 1), (2, 1), (0, 2)])
+@on_ranks(4)
+def test_a_deep_copy_has_the_same_groups_and_counts_for_itself(per_node, tp):
+    torch.manual_seed(shifted(0))
+    options = {"nodes": _groups(per_node), "balance_groups": (None,), "balance_coefficient": 0.1}
+    options["tp_group"] = _groups(2)[0] if tp == 2 else None
+    layer = MoE(4, 16, 8, 2, dist.group.WORLD, shared_experts=1, **options)
+    average = AveragedModel(nn.Sequential(layer))
+    (copied,) = average.module
+    x = torch.randn(6, 4)
+    expected = layer(x)
+    assert torch.equal(average(x), expected)
+    expected.sum().backward()
+    assert layer.tally.any() and not copied.tally.any()
+    assert all(parameter.grad is None for parameter in average.parameters())
+    copied.set_loss_scale(3.0)
+    assert layer.factors[0] == 0.1
 
 
 # ---- waits and launches of the host --------------------------------------------------------------
@@ -405,7 +463,7 @@ def _order_of_a_layer(parts):
 def test_a_part_travels_beside_another_ones_experts_and_backward_mirrors_forward(parts, tokens):
     """So it is on all ranks, though one of them has `tokens` tokens, and another one has 7."""
     rank, P = rank_and_size()
-    torch.manual_seed(rank)
+    torch.manual_seed(shifted(rank))
     x = torch.randn(tokens if rank == 0 else 7, 4, requires_grad=True)
     experts, weights = torch.randint(4, (len(x), 2)), torch.rand(len(x), 2, requires_grad=True)
     events = []
@@ -495,7 +553,7 @@ LOADS = "random", "no token", "fewer tokens than parts", "all dropped", "dropped
 def test_a_layer_in_parts_has_the_results_and_sends_the_bytes_of_one_that_is_whole(per_node, how):
     """A part adds only counts, which are sent with those of other parts."""
     rank, P = rank_and_size()
-    torch.manual_seed(rank)
+    torch.manual_seed(shifted(rank))
     experts = _loads(rank, how)
     x, grad = torch.randn(2, len(experts), 4, dtype=torch.float64)
     groups = _groups(per_node) or [None]
@@ -627,7 +685,7 @@ def _routed(rank, N, k, E, even):
     """Return the experts of a rank's tokens: each expert equally often, or at random."""
     if even:
         return (torch.arange(N * k).view(N, k) + rank) % E
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(shifted(rank))
     return torch.rand(N, E, generator=generator).argsort(-1)[:, :k]
 
 
@@ -654,8 +712,8 @@ def test_dispatch_and_combine_send_the_routed_tokens(even):
 @on_ranks(2, 4)
 def test_the_demonstration_prints_the_bytes_of_the_formula_and_those_that_are_sent():
     rank, P = rank_and_size()
-    torch.manual_seed(rank)
-    x, experts = torch.randn(64, 32), torch.randint(2 * P, (64, 2))  # as the demonstration draws
+    torch.manual_seed(rank)  # not shifted: the demonstration draws the same numbers
+    x, experts = torch.randn(64, 32), torch.randint(2 * P, (64, 2))
     with least_bytes(), count_bytes() as traffic:
         dispatch_and_combine(x.double(), experts, torch.rand(64, 2), 2 * P, lambda rows, *_: rows)
     printed = demonstration(expert_parallel)
@@ -686,7 +744,7 @@ def test_combining_without_weights_keeps_no_rows_for_backward():
 
 @on_ranks(2)
 def test_under_autocast_rows_travel_in_16_bits():
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     layer, x, sent = MoE(4, 16, 2), torch.randn(2, 8, 4)[dist.get_rank()], []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled), count_bytes() as traffic:
@@ -699,7 +757,7 @@ def _across(nodes, N, k, E, D, topk_group, dropped):
     """Return the rows that leave a node with one hop and with two, and the bytes with two."""
     rank, P = rank_and_size()
     node, groups = rank * nodes // P, _groups(P // nodes)
-    torch.manual_seed(rank)
+    torch.manual_seed(shifted(rank))
     router = Router(D, E, k, "sigmoid", n_group=nodes, topk_group=topk_group).double()
     x = torch.randn(N, D, dtype=torch.float64)
     routing, is_dropped = router(x), torch.rand(N, k) < dropped
@@ -750,7 +808,8 @@ def _backward(layer, x, grad, how):
         for parameter in layer.parameters():
             parameter.grad /= -3
     else:
-        layer.set_loss_scale(0.5)
+        for scale in (8.0, 0.5):  # the second one replaces the first
+            layer.set_loss_scale(scale)
         again = recompute if how == "recomputed" else lambda layer, x: layer(x)
         for _ in range(2):
             (again(layer, x.requires_grad_()) * grad).sum().div(2).backward()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import hybrid
 from collectives import observe
 from pipeline import SCHEDULES
-from ranks import PROJECT, run, soak, torchrun
+from ranks import PROJECT, run, shifted, soak, torchrun
 
 # ---- every flag ----------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ EFFECTS = """a flag | flags that it needs | what changes
 """
 ROWS = [line.split(" | ") for line in EFFECTS.replace("| |", "|  |").splitlines()[1:]]
 TINY = "--layers 1 --hidden 16 --heads 4 --seq-len 8"
-TINY += " --batch-size 4 --steps 4 --warmup 1 --data ../text --sample 9"
+TINY += f" --batch-size 4 --steps 4 --warmup 1 --data ../text --sample 9 --seed {shifted(2)}"
 
 
 def _name(typed):
@@ -347,6 +347,7 @@ def test_help_is_in_groups_and_is_printed_by_one_rank(monkeypatch, capsys):
         assert f"{variable}={value} " in text
     for needs in NEEDS.values():
         assert f"needs {needs}" in re.sub(r"\s+", " ", text)
+    assert "needs --ep > 1; needs --schedule dualpipe or" in re.sub(r"\s+", " ", text)
 
 
 def _train(flags):

@@ -31,13 +31,13 @@ from expert_parallel import FullPrecisionLinear, switch_layer
 from gpu_counts import waits
 from layouts import (
     BATCH, DEGREES, EVERY_LAYOUT, EXPERTS, FEW_LLAMAS, FLAGS, GRID, HIDDEN, LAYERS, LLAMAS, MODELS,
-    MOE_SIZES, RATES, SIZES, STEPS, T, V, WITH_EXPERTS, assert_alike, assert_llama_trains,
+    MOE_SIZES, RATES, SEED, SIZES, STEPS, T, V, WITH_EXPERTS, assert_alike, assert_llama_trains,
     assert_trains, assert_trains_as_a_loop_does, batch, counterpart, expert_metrics, leaves_of,
     loss_by_one_process, make_trainer, own_batch, plain_gpt, reference, reference_moe, soak_but,
     train, train_on_text, whole_weights,
 )  # fmt: skip
 from pipeline import SCHEDULES, interleaved, one_f_one_b_step, pipeline_bytes
-from ranks import least_bytes, on_ranks, run, soak
+from ranks import least_bytes, on_ranks, run, shifted, soak
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceTraining, attention
 from sequence_parallel import simple_allgather_attention
@@ -249,7 +249,7 @@ def test_balance_losses_are_means_over_microbatches_in_any_layout():
 @on_ranks(1)
 def test_initial_weights_depend_on_name_and_seed_and_are_gpt2s():
     flags = "--layers 2 --hidden 64 --heads 4 --vocab-size 1000"
-    trainers = [make_trainer(f"{flags} --seed {seed}") for seed in (0, 1)]
+    trainers = [make_trainer(f"{flags} --seed {seed}") for seed in (SEED, SEED + 1)]
     values, again = ({row.name: row.tensor.detach() for row in t.placements} for t in trainers)
     drawn = {name: value for name, value in values.items() if value.ndim == 2}
     assert len(drawn) == 2 + 2 * 4
@@ -431,7 +431,7 @@ def test_dropout_draws_the_same_masks_over_tp_except_in_attention_and_others_els
 
 def test_dropout_draws_different_masks_for_every_seed_and_every_rank_of_a_split_sequence():
     ranks = run(4, _dropout_states, "--tp 2 --dp 2 --sp --microbatches 1")
-    ranks += run(1, _dropout_states, "--seed 4")
+    ranks += run(1, _dropout_states, f"--seed {SEED + 1}")
     drawn = [state for rank in ranks for _, _, state in rank[0] + rank[2]]
     # 5 ranks take 2 steps, in which the embedding has one dropout, and two layers have three each.
     assert len(set(drawn)) == len(drawn) == 5 * 2 * 7
@@ -741,7 +741,7 @@ def _evaluate(flags):
     trainer = make_trainer(flags, torch.float64)
     for parameter in trainer.chunks[0].parameters():  # make the model's outputs less uniform
         parameter.data *= 5
-    tokens = np.random.default_rng(0).integers(0, V, 99).astype(np.uint8)
+    tokens = np.random.default_rng(shifted(0)).integers(0, V, 99).astype(np.uint8)
     data = hybrid.Data(tokens[::-1], tokens)
     loss = hybrid.evaluate(trainer, data, batches=3)
     return loss, gathered(trainer), data
@@ -770,7 +770,7 @@ def test_evaluation_does_not_depend_on_the_layout(model, layouts):
     if model != MIXTURE:
         plain = plain_gpt(*SIZES)
         plain.load_state_dict(state, strict=False)  # the state has no head, which is tied
-        assert loss == pytest.approx(_plain_loss(plain, data, 3, seed=3), rel=1e-12)
+        assert loss == pytest.approx(_plain_loss(plain, data, 3, SEED), rel=1e-12)
     for world_size, flags in layouts:
         for found, _, _ in run(world_size, _evaluate, f"{model} {flags}"):
             assert found == pytest.approx(loss, rel=1e-12), flags
@@ -783,7 +783,8 @@ def _watch_the_loop(folder, flags):
         patch.object(hybrid, "time", SimpleNamespace(perf_counter=itertools.count().__next__)),
         redirect_stdout(printed),
     ):
-        lines = [line for line in train_on_text(f"{flags} --seed 5", folder) if "loss" in line]
+        metrics = train_on_text(f"{flags} --seed {SEED + 2}", folder)
+    lines = [line for line in metrics if "loss" in line]
     assert all(line["tokens_per_s"] == BATCH * T for line in lines)
     return [line["loss"] for line in lines], printed.getvalue()
 
@@ -792,10 +793,11 @@ def test_the_loop_trains_on_every_row_of_every_step_and_validates(tmp_path):
     alone = run(1, _watch_the_loop, tmp_path, "--dp 1")
     others = run(4, _watch_the_loop, tmp_path, "--dp 2 --tp 2 --microbatches 2")
     data = hybrid.load_data(tmp_path / "text", T, V)
-    model = plain_gpt(*SIZES, seed=5)
+    model = plain_gpt(*SIZES, seed=SEED + 2)
     training = ReferenceTraining(model, RATES, 0.2, 0.5)
-    expected = [training.step(*data.batch(step, BATCH, T, seed=5))[0] for step in range(STEPS)]
-    loss = _plain_loss(model, data, 8, seed=5)
+    batches = [data.batch(step, BATCH, T, SEED + 2) for step in range(STEPS)]
+    expected = [training.step(*batch)[0] for batch in batches]
+    loss = _plain_loss(model, data, 8, SEED + 2)
     for losses, printed in (alone[0], others[0]):
         assert losses == pytest.approx(expected, rel=1e-11)
         assert f"\nvalidation loss {loss:.4f} after step {STEPS}\n" in printed
@@ -879,7 +881,7 @@ MIXED_BY_BIAS = "--layers 2 --experts 4 --balance bias"
 @pytest.mark.parametrize(
     "flags, names",
     [
-        ("--dp 2 --tp 2 --zero 0", ["ln_2.bias"]),
+        (f"--dp 2 --tp 2 --zero 0 {MIXED_BY_BIAS}", ["ln_2.bias"]),
         ("--dp 4 --replicate 2 --zero 3 --dtype bf16 --moments bf16", ["weight"]),
         soak(f"--zero 0 --pp 2 --dp 2 --ep 2 {MIXED_BY_BIAS}", ["router.weight", "experts.w_in"]),
         soak("--pp 2 --cp 2 --dtype bf16 --zero 0", ["c_fc.bias"]),
@@ -931,11 +933,11 @@ def test_by_default_the_learning_rate_falls_to_a_tenth_along_a_cosine():
 def test_batches_depend_on_seed_and_step_and_shift_targets_by_one():
     tokens = np.arange(1000, dtype=np.uint16)
     data = hybrid.Data(tokens, tokens)
-    inputs, targets = data.batch(7, 8, T, seed=1)
+    inputs, targets = data.batch(7, 8, T, SEED)
     assert torch.equal(targets, inputs + 1) and inputs.shape == (8, T)
-    parts = [data.batch(7, 8, T, 1, slice(row, row + 2))[0] for row in range(0, 8, 2)]
+    parts = [data.batch(7, 8, T, SEED, slice(row, row + 2))[0] for row in range(0, 8, 2)]
     assert torch.equal(torch.cat(parts), inputs)
-    several = [inputs, data.batch(8, 8, T, 1)[0], data.batch(7, 8, T, 2)[0]]
+    several = [inputs, data.batch(8, 8, T, SEED)[0], data.batch(7, 8, T, SEED + 1)[0]]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(several, 2))
     longest = hybrid.Data(tokens[: T + 1], tokens)  # room for one sequence
     assert torch.equal(longest.batch(0, 3, T, 0)[0], torch.arange(T).repeat(3, 1))

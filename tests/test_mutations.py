@@ -27,7 +27,7 @@ from faults import (
     IN_BACKWARD, own_in_backward, own_part, put, unseen_by_autograd, without_reduction,
 )  # fmt: skip
 from layouts import drawn
-from ranks import on_ranks, run, soak
+from ranks import on_ranks, run, shifted, soak
 
 MODULES = hybrid, tensor_parallel, sequence_parallel, expert_parallel, zero
 
@@ -115,6 +115,16 @@ def with_biased_weights(right):
     return forward
 
 
+def with_tally_of_evaluation(right):
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            chosen = self.router(x.flatten(0, -2)).experts.flatten()
+            self.tally[: self.num_experts] += chosen.bincount(minlength=self.num_experts)
+        return right(self, x)
+
+    return forward
+
+
 def alone(layer):
     layer.balance_groups = ()
     return layer
@@ -140,6 +150,18 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         with_placements(lambda row: {"initial": {1: hybrid.Normal()}.get(row.initial, row.initial)}),
     "the warm-up begins a step late | 1 | ":
         put(hybrid, "learning_rate", lambda right: lambda step, args: right(step + 1, args)),
+    "the learning rate falls along a line | 1 | ":
+        put(hybrid, "learning_rate",
+            lambda right: lambda step, args: right(step, replace(args, lr_decay="linear"))),
+    "a validation reads the training part | 2 | --dp 2":
+        put(hybrid.Trainer, "batch_of",
+            lambda right: lambda self, data, step, part="train": right(self, data, step)),
+    "a validation reads the training part on all ranks | 1 | ":
+        put(hybrid.Data, "batch", lambda right: lambda *a: right(*a[:6])),
+    "the loss of a validation is halved | 1 | ":
+        put(hybrid, "evaluate", lambda right: lambda *a: right(*a) / 2),
+    "an evaluation feeds the router's bias | 1 | --experts 4 --balance bias":
+        put(expert_parallel.MoE, "forward", with_tally_of_evaluation),
     "a rank numbers its rows from 0 | 2 | --tp 2":
         put(hybrid, "normal", lambda right: lambda *a: right(*a[:3])),
     "the order of the data depends on the rank | 2 | --dp 2":
@@ -226,6 +248,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         put(zero.FullyShardedDataParallel, "reshard", lambda right: lambda self: None),
 }
 PLAIN = "gradients are averaged over the", "f does", "embedding", "norms are drawn"
+PLAIN += "the learning rate falls", "an evaluation feeds"
 ROWS = [mistake if mistake.startswith(PLAIN) else soak(mistake) for mistake in MUTATIONS]
 
 
@@ -233,7 +256,7 @@ def worst(flags, dtype=torch.float64):
     """Return the worst difference of a layout, and its name."""
     world_size = dist.get_world_size()
     torch.set_default_dtype(dtype)
-    words = [*verify.sizes_of(world_size), "--layers", "2", *flags.split()]
+    words = [*verify.sizes_of(world_size), "--layers=2", f"--seed={shifted(0)}", *flags.split()]
     try:
         return verify.judge(hybrid.parse(words, world_size), torch.device("cpu"), {})
     except Exception as error:  # all ranks raise the same error
@@ -419,7 +442,8 @@ def judge_without(rows):
     groups = {}
     with put(hybrid, "make_mesh", known_mesh)():
         for name, (words, per_node) in rows.items():
-            args = hybrid.parse([*verify.sizes_of(world_size), *words], world_size, per_node)
+            words = [*verify.sizes_of(world_size), f"--seed={shifted(0)}", *words]
+            args = hybrid.parse(words, world_size, per_node)
             with SUMS[name]():
                 found[name], _ = verify.judge(args, torch.device("cpu"), groups)
     return found

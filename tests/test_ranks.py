@@ -3,17 +3,21 @@
 import importlib
 import os
 import pickle
+import random
 import re
 import signal
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ranks import RanksFailed, call_in_environment, on_ranks, run, spawn
+from ranks import (
+    PROJECT, RanksFailed, call_in_environment, on_ranks, run, seed_generators, shifted, spawn,
+)  # fmt: skip
 
 
 def number_of_process():
@@ -129,3 +133,29 @@ def test_variables_are_set_before_a_call_imports_its_module(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     call = pickle.dumps((importlib.import_module("reader").seen, (), {}))
     assert spawn(1, call_in_environment, {"SEEN": "1"}, call) == ["1"]
+
+
+# ---- seeds ---------------------------------------------------------------------------------------
+
+
+def drawn():
+    """Return the first number of each global generator, and a shifted seed."""
+    return random.random(), np.random.rand(), torch.rand(()).item(), shifted(3)
+
+
+def test_test_seed_shifts_every_generator_and_ranks_have_the_seeds_of_this_process(monkeypatch):
+    seed_generators()
+    before = drawn()
+    assert run(2, drawn) == [before, before]
+    monkeypatch.setenv("TEST_SEED", str(shifted(1)))
+    seed_generators()
+    after = drawn()
+    assert after[-1] == before[-1] + 1 and not set(before) & set(after)
+
+
+def test_every_seed_of_a_test_is_shifted_or_says_why_not():
+    """golden.py is left out because its figures are in files, and the tools are no tests."""
+    files = [*PROJECT.glob("tests/test_*.py"), *PROJECT.glob("tests/support/*.py")]
+    calls = r"(?:manual_seed|default_rng|Random|random\.seed)\((?!shifted\(|\[SEED, |\))(.*)"
+    found = [rest for path in files for rest in re.findall(calls, path.read_text())]
+    assert [rest for rest in found if "  # not shifted: " not in rest] == []

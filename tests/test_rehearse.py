@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 import hybrid
+import progress
 import rehearse
 from collectives import all_reduce, observe
 from expert_parallel import Router
 from gpu_counts import fused_rms_norm, nccl_over_gloo, turns_in_same_modes
 from layouts import soak_but
+from models import GPUS
 from ranks import run, soak
 from tensor_parallel import attention
 from trace import axes_of
@@ -219,6 +221,19 @@ def test_a_line_says_how_much_leaves_a_node_of_8_gpus(capsys):
 
 
 # ---- the command line ----------------------------------------------------------------------------
+
+
+def test_a_command_says_on_stderr_what_it_is_doing_and_names_memory_that_no_gpu_has(capsys):
+    flags = f"--gpus 2 --tp 2 {SIZES}".split()
+    small = {"a100": GPUS["a100"]._replace(memory=0)}
+    with patch.object(progress, "EVERY", 1e-3), patch.object(rehearse, "GPUS", small):
+        assert rehearse.main(flags) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"\nno listed GPU has 0 GB: a100 has most, 0 GB\n$", out)
+    assert "0 s: builds the model\n" in err
+    assert re.search(r"^\d+ s: step 1, action 2 of 2$", err, re.MULTILINE)
+    assert rehearse.main(flags) == 0
+    assert out.startswith(capsys.readouterr().out)
 
 
 def test_a_model_of_the_literature_has_its_published_sizes_unless_flags_override_them():

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import hybrid
 from collectives import gather_objects
-from layouts import FLAGS, T, V, make_trainer, own_batch, soak_but, train_on_text
+from layouts import FLAGS, SEED, T, V, make_trainer, own_batch, soak_but, train_on_text
 from pipeline import SCHEDULES
-from ranks import on_ranks, run, soak
+from ranks import on_ranks, run, shifted, soak
 from reference_gpt import reference_gpt
 from verify import gathered
 
@@ -57,7 +57,7 @@ def _logits_alone(args, weights):
 def _text_alone(args, weights, temperature):
     """Return the sample of one plain process, with the noise that hybrid.py documents."""
     next_logits = _logits_alone(args, weights)
-    random, tokens = np.random.default_rng([3, STEP]), list(PROMPT)
+    random, tokens = np.random.default_rng([SEED, STEP]), list(PROMPT)
     for _ in range(COUNT):
         logits = next_logits(tokens).numpy() + temperature * random.gumbel(size=V)
         tokens.append(int(logits.argmax()))
@@ -151,13 +151,12 @@ def test_replicas_whose_rounding_differs_write_the_text_of_rank_0():
 def test_temperature_draws_from_the_softmax():
     logits = torch.tensor([0.5, -1.0, 2.0, 1.5], dtype=torch.float64)
     for temperature in (0.5, 1.0, 3.0):
-        random, n = np.random.default_rng(0), 4000
+        random, n = np.random.default_rng(shifted(0)), 4000
         drawn = [hybrid.choose_token(logits, temperature, random).item() for _ in range(n)]
         shares = torch.tensor(drawn).bincount(minlength=4) / n
         expected = torch.softmax(logits / temperature, 0)
         torch.testing.assert_close(shares.double(), expected, rtol=0, atol=3 * 0.5 / n**0.5)
-    greedy = hybrid.choose_token(torch.tensor([1.0, 3.0, 3.0]), 0, np.random.default_rng(0))
-    assert greedy == 1
+    assert hybrid.choose_token(torch.tensor([1.0, 3.0, 3.0]), 0, random) == 1
 
 
 # ---- no traces -----------------------------------------------------------------------------------

@@ -165,6 +165,7 @@ def test_the_least_memory_is_at_the_square_root_of_layers_times_input_over_layer
     whole = recomputation_bytes(10, 4, 3, 7)  # groups of 4, 4 and 2
     assert whole == max(2 * 3 + 2 * 7, 1 * 3 + 4 * 7)
     assert recomputation_bytes(4, 3, 5, 5) == 5 + max(5, 10)  # while the last one is recomputed
+    assert recomputation_bytes(2, 4, 3, 7) == recomputation_bytes(2, 2, 3, 7) == 2 * 7  # one group
 
 
 def test_activation_bytes_are_the_rows_of_the_papers_table():

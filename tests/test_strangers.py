@@ -20,7 +20,7 @@ from collectives import count_bytes, gather_objects
 from ddp import DistributedDataParallel
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
-from ranks import PROJECT, on_ranks, torchrun
+from ranks import PROJECT, on_ranks, shifted, torchrun
 from replicas import assert_close
 
 
@@ -35,13 +35,13 @@ def launch(folder, world_size, script, *arguments, **options):
 
 
 def make_net(seed=0):
-    torch.manual_seed(seed)
+    torch.manual_seed(shifted(seed))
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)).double()
 
 
 def parts_of_batch(step=1):
     """Return each rank's rows of a batch."""
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator().manual_seed(shifted(step))
     x = torch.randn(3 * dist.get_world_size(), 6, generator=generator)
     return x.double().chunk(dist.get_world_size())
 
@@ -167,11 +167,11 @@ def saved_and_loaded(wrap):
 
 def fused_in_another_order(wrap):
     """Train weights in channels_last order with a fused optimizer, which runs through memory."""
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     net = nn.Conv2d(4, 3, 3).double().to(memory_format=torch.channels_last)
     model = wrap(net, None, None, static_graph=True, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, fused=True)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(shifted(dist.get_rank()))
     images = lambda model, x: model(torch.randn(2, 4, 5, 5, generator=generator).double())
     train(model, optimizer, loss=lambda model, x: images(model, x).square().sum())
     return net
@@ -289,7 +289,7 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     def __init__(self, how):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList(Block(how) for _ in range(3))
         self.double()
 
@@ -394,7 +394,7 @@ ENDS = """
         return model
 
     def pipeline_with_a_rank_that_fails():
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         tokens, labels = torch.randint(50, (8, 6)), torch.randint(5, (8,))
         layers = nn.Embedding(50, 16), nn.Flatten(), nn.Linear(96, 32), nn.Linear(32, 5)
         stage = nn.Sequential(*(layers[3:] if rank else layers[:3]))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference_gpt
@@ -20,7 +21,7 @@ import tensor_parallel
 from collectives import all_reduce_bytes, count_bytes, gather_objects, observe, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
-from ranks import least_bytes, on_ranks, soak
+from ranks import least_bytes, on_ranks, shifted, soak
 from replicas import assert_close, demonstration, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
@@ -32,6 +33,7 @@ from tensor_parallel import (
     tensor_parallel_layer_bytes, views_in_whole, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
+from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 # (the size of tensor-parallel groups, the number of groups, each of which has its own data)
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
@@ -131,8 +133,8 @@ def _check(
 def _cases(number, replica):
     """Yield generators of sizes, the same on all ranks; seed torch equally in each group."""
     for case in range(number):
-        torch.manual_seed(100 * replica + case)
-        yield random.Random(case)
+        torch.manual_seed(shifted(100 * replica + case))
+        yield random.Random(shifted(case))
 
 
 @in_layouts(*SEVERAL)
@@ -334,7 +336,7 @@ def test_a_frozen_weight_keeps_only_itself_for_backward(make):
 @on_ranks(1, 2, 3)
 def test_the_plain_mlp_has_the_output_and_the_gradients_of_one_process():
     rank, P = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     sizes = (5, 4), (6 * P, 4), (4, 6 * P)
     x, up, down = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes)
     whole = F.linear(F.gelu(F.linear(x, up), approximate="tanh"), down)
@@ -353,7 +355,7 @@ def test_the_plain_mlp_has_the_output_and_the_gradients_of_one_process():
 def test_the_plain_attention_and_vocabulary_have_the_gradients_of_one_process():
     """Embedding, attention and loss in a row, with heads that each attend differently."""
     rank, P = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     V, B, T, K, heads = 3 * P, 2, 8 * P, 2, 2 * P
     D = heads * K
     shapes = (V, D), (3, D, D), (D, D), (V, D)
@@ -474,7 +476,7 @@ class OwnBlock(nn.Module):
 
 def _trained(x, group, sp, forgotten="", steps=1):
     """Train the block; return it, with the last step's gradients."""
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     block = OwnBlock(8, 4, group, sp, forgotten).double()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
     for _ in range(steps):
@@ -507,6 +509,39 @@ def test_a_parameter_that_is_not_marked_or_split_drifts_apart_and_is_named(sp, f
     own = [p.detach() for name, p in wrong.named_parameters() if name.startswith(forgotten)]
     first, second = gather_objects(torch.cat(own))
     assert (first - second).norm() > 1e-2 * first.norm()
+
+
+@on_ranks(4)
+def test_a_deep_copy_is_split_and_marked_alike_over_the_same_group_and_has_its_own_weights():
+    """AveragedModel copies a model, and updates the copy. ZeRO-1's optimizer asks the parameters."""
+    group, _ = interleaved_group(2, 2)
+    row = RowParallelLinear(8, 8, group=group, sequence_parallel=True)
+    column = ColumnParallelLinear(8, 8, group=group)
+    column.bias = None
+    head = torch.nn.utils.parametrizations.weight_norm(ColumnParallelLinear(8, 4, group=group))
+    layers = VocabParallelEmbedding(6, 8, group), OwnBlock(8, 4, group), column, row, head
+    net, tokens = nn.Sequential(*layers), torch.randint(6, (4, 3))
+    average = AveragedModel(net)
+    copied = average.module
+    assert torch.equal(copied(tokens), net(tokens))
+    assert shards_of(copied) == shards_of(net)
+    marked = [
+        [name for name, p in model.named_parameters() if any(p is q for q in summed)]
+        for model, summed in ((m, parameters_to_sum_over_tp(m)) for m in (net, copied))
+    ]
+    assert marked[0] == marked[1] == ["1.q_norm.weight", "1.q_norm.bias", "3.bias"]
+    for layer in (0, 1, 2, 3):
+        for model in (net, copied):
+            with pytest.raises(ValueError, match="is split over ranks .*, which are no replicas"):
+                ZeroRedundancyOptimizer(model[layer].parameters(), torch.optim.SGD, lr=0.1)
+    seen = []
+    for _ in range(2):
+        net(tokens).square().sum().backward()
+        torch.optim.SGD(net.parameters(), 0.01).step()
+        average.update_parameters(net)
+        seen.append([parameter.detach().clone() for parameter in net.parameters()])
+    for found, one, other in zip(copied.parameters(), *seen, strict=True):
+        assert_close(found, (one + other) / 2, 1e-6)
 
 
 @on_ranks(3)
@@ -594,6 +629,32 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_fp32(dtype):
     assert torch.equal(embedding.weight.grad.float(), _part(expected.float(), Shard(0, (4,))))
 
 
+class Tied(nn.Module):
+    """An embedding in 16 bits, and a head that may compute its gradient in lent memory."""
+
+    def __init__(self, vocab_size, width):
+        super().__init__()
+        self.store = WeightGradStore()
+        self.embedding = VocabParallelEmbedding(vocab_size, width).bfloat16()
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return column_parallel_linear(x, self.embedding.weight, defer=self.store)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(1)
+def test_a_tied_weights_gradients_are_summed_in_16_bits_before_they_are_summed_in_32(stage):
+    """A CPU also has the embedding's gradient in 32 bits, so there are 2 + 2 + 4 bytes."""
+    model = FullyShardedDataParallel(Tied(4096, 64), stage=stage, reduce_dtype=torch.float32)
+    for _ in range(2):
+        with model.no_sync(), model.module.store.during():
+            loss = model(torch.arange(8)).square().mean()
+            with Peak() as peak:
+                loss.backward()
+        assert peak.bytes / (4096 * 64) == pytest.approx(2 + 2 + 4, rel=1e-3)
+
+
 @in_layouts(*LAYOUTS)
 def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, replicas):
     """For bf16 logits the loss is computed in fp32."""
@@ -629,6 +690,28 @@ def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, rep
         for keep in True, False:  # a graph that was retained gives other gradients correctly
             (again,) = torch.autograd.grad(losses, logits, -2 * grad_output, retain_graph=keep)
             assert torch.equal(again, -2 * found)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@on_ranks(2)
+def test_gradients_of_fp16_logits_are_scaled_before_they_are_rounded(inplace):
+    """With a scale of 2^16, fp16 can hold gradients down to 2^-40. They take the memory of fp32."""
+    rank, P = rank_and_size()
+    torch.manual_seed(shifted(0))
+    whole, target = 4 * torch.randn(16, 4000), torch.randint(4000, (16,))
+    exact = whole.half().double().requires_grad_()
+    F.cross_entropy(exact, target).mul(2**16).backward()
+    expected = exact.grad.chunk(P, 1)[rank]
+    own = whole.half().chunk(P, 1)[rank].contiguous()
+    logits = own.clone().requires_grad_()
+    with Peak() as peak:
+        losses = vocab_parallel_cross_entropy(logits, target, 4000, inplace=inplace)
+        kept = peak.now()
+    losses.mean().mul(2**16).backward()
+    assert logits.grad.dtype == torch.float16 and torch.equal(logits, own)
+    assert_close(logits.grad.double(), expected, 2**-11)
+    assert (logits.grad == 0).float().mean() < 0.01
+    assert round(kept / own.nbytes) == 2
 
 
 @on_ranks(2, 3)
@@ -765,7 +848,7 @@ def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(tp, repl
         drawn.append((before + mask(), inside))
         return 2 * x
 
-    torch.manual_seed(1000 + replica)
+    torch.manual_seed(shifted(1000 + replica))
     y = recompute(draw, torch.ones(1, requires_grad=True))
     after = torch.get_rng_state()
     y.backward()
@@ -836,7 +919,7 @@ def _alexnets(groups, group):
 def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas, groups):
     """Both steps drop activations. The second one shows that the first one left equal weights."""
     group, replica = interleaved_group(tp, replicas)
-    torch.manual_seed(replica)
+    torch.manual_seed(shifted(replica))
     nets = _alexnets(groups, group)
     plain, parallel = nets
     shards = shards_of(parallel)
@@ -846,7 +929,7 @@ def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas,
     for step in range(2):
         results = []
         for net, optimizer in zip(nets, optimizers):
-            torch.manual_seed(step)  # for the dropout masks
+            torch.manual_seed(shifted(step))  # for the dropout masks
             x = images.clone().requires_grad_()
             optimizer.zero_grad()
             logits = net(x)
@@ -884,7 +967,7 @@ def test_alexnet_has_the_papers_size_and_initial_values_that_do_not_depend_on_th
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     nets = []
     for group in (None, alone):
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         nets.append(AlexNet(**SMALL, group=group))
     for name, parameter in nets[0].named_parameters():
         expected = _part(nets[1].get_parameter(name), shards_of(nets[0])[name])

@@ -15,7 +15,7 @@ import hybrid
 import verify
 from layouts import drawn
 from pipeline import SCHEDULES
-from ranks import on_ranks, spawn, torchrun
+from ranks import on_ranks, shifted, spawn, torchrun
 
 
 def parsed(world_size):
@@ -72,6 +72,7 @@ def test_an_invalid_flag_is_one_line_and_exit_status_2(monkeypatch, capsys):
 def judged(argv, rows=None):
     """Judge the layouts in `rows`, or those drawn; return the exit status and the printed lines."""
     world_size, layouts = dist.get_world_size(), verify.layouts
+    argv = [*argv, f"--seed={shifted(0)}"]
     args = hybrid.parse([*verify.sizes_of(world_size), *argv], world_size)
     instead = lambda *sizes: layouts(*sizes) if rows is None else rows
     with redirect_stdout(io.StringIO()) as printed, patch.object(verify, "layouts", instead):

@@ -17,7 +17,7 @@ from torch import nn
 import hybrid
 import verify
 import weights
-from ranks import PROJECT, on_ranks, quoted, run
+from ranks import PROJECT, on_ranks, quoted, run, shifted
 from reference_gpt import ReferenceGPT, reference_gpt
 
 LAYERS, HIDDEN, HEADS, T, V = 3, 32, 4, 12, 67
@@ -39,7 +39,7 @@ class Conv1D(nn.Module):
 
 def nanogpt(seq_len=T, seed=0):
     """Return a GPT in nanoGPT's layout, with random values in all parameters."""
-    torch.manual_seed(seed)
+    torch.manual_seed(shifted(seed))
     model = ReferenceGPT(LAYERS, HIDDEN, HEADS, seq_len, V)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.1, 0.3)

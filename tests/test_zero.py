@@ -36,7 +36,7 @@ from zero import (
 )
 
 from gpu_counts import waits
-from ranks import least_bytes, on_ranks, soak
+from ranks import least_bytes, on_ranks, shifted, soak
 from replicas import (
     Block, assert_close, demonstration, fail, gradients_alone, make_data, make_net, mean_square,
     own_part, whole_gradients,
@@ -193,7 +193,7 @@ class Pair(nn.ModuleList):
 def test_ranks_may_use_different_parameters():
     """Rank r runs block r % 2 of each pair. The other block's gradient counts as zero there."""
     rank, world_size = rank_and_size()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     start = nn.Sequential(*(Pair([Block(7), Block(7)]) for _ in range(2))).double()
     parts = make_data(2 * world_size).chunk(world_size)
 
@@ -247,7 +247,7 @@ ORDERS = [  # the units that each of two ranks runs
 def test_ranks_may_skip_different_units_or_repeat_one(stage, how):
     """Layer drop and conditional computation. Each step has one backward through two passes."""
     rank = dist.get_rank()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     start = Skips().double()
     rows = make_data(8).requires_grad_().chunk(2)
 
@@ -516,7 +516,7 @@ def test_a_layer_writes_its_weights_gradient_where_the_sum_is_taken_from(kind, s
     how = {"stage": stage}
     store = WeightGradStore()
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     net = ThreeProducts(partial(column_parallel_linear, group=alone, defer=store)).to(dtype)
     batches = torch.randn(4, 2, 7, 4).to(dtype)
     expected = {name: torch.zeros(p.shape, dtype=wide) for name, p in net.named_parameters()}
@@ -687,7 +687,7 @@ def adamw_step(weight, gradient, state, rounding):
 @pytest.mark.parametrize("size", [50, AdamW.CHUNK])
 def test_adamw_takes_the_step_of_the_paper_with_moments_rounded_after_it(moments_dtype, size):
     """Tensors are larger and smaller than a chunk, one is empty, and one has no dimension."""
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     weights = random_weights(torch.float64)
     expected = [weight.detach().clone() for weight in weights]
     states = [(0, 0.0, 0.0) for _ in weights]
@@ -708,7 +708,7 @@ def test_adamw_takes_the_step_of_the_paper_with_moments_rounded_after_it(moments
 
 
 def test_adamw_with_fp32_moments_has_the_bits_of_pytorchs_also_where_found_inf_forbids_a_step():
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     pairs = [(weight, copy.deepcopy(weight)) for weight in random_weights(torch.float32)]
     ours, theirs = zip(*pairs)
     optimizers = [AdamW(ours, **OPTIONS, moments_dtype=torch.float32)]
@@ -1144,7 +1144,7 @@ def test_units_may_be_used_in_any_way_that_all_ranks_share(stage):
     for how, number in product(WAYS, (0, 4)):  # number of units
         if how == "of a unit" and not number:
             continue
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         seen, net = [], Odd(how).double()
 
         def loss(model, x):
@@ -1363,7 +1363,7 @@ class Learner(nn.Module):
 
     def __init__(self, how):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         self.embed, self.how = nn.Embedding(5, 7), how
         self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
 
@@ -1453,7 +1453,7 @@ def test_extra_state_is_saved_and_loaded_and_a_norm_without_gradients_is_zero(st
 @on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_weight_that_a_unit_shares_with_a_module_outside_of_units_is_in_the_root(stage):
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     embedding, block, head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
     head.weight = embedding.weight
     net, tokens = nn.Sequential(embedding, block, head).double(), torch.arange(7)
@@ -1570,7 +1570,7 @@ class Headed(nn.Module):
 
     def __init__(self, hold):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         self.hold, self.head = hold, nn.Linear(7, 9, bias=False)
         self.blocks = nn.ModuleList([Block(7)])
 

@@ -260,7 +260,7 @@ def run_judge(of, path, limit):
     for sizes in of.sizes:
         said = fault = None
         groups = make_groups(sizes, limit)
-        torch.manual_seed(0)
+        torch.manual_seed(ranks.shifted(0))
         try:
             if groups:
                 said = of.judge(*functions, *groups)

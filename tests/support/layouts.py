@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 import hybrid
 import verify
 from pipeline import SCHEDULES
-from ranks import quoted, run, soak
+from ranks import quoted, run, shifted, soak
 from reference_gpt import MLP as ReferenceMLP
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceGPT, ReferenceTraining, attention, initial_values, reference_gpt
@@ -25,9 +25,10 @@ from verify import gathered
 
 STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 4, 32, 8, 12, 67
 RUN = 3  # the steps that a test takes
+SEED = shifted(3)
 FLAGS = f"--layers {LAYERS} --hidden {HIDDEN} --heads {HEADS} --seq-len {T} --vocab-size {V}"
 FLAGS += f" --batch-size {BATCH} --steps {STEPS} --lr 0.003 --warmup 2 --weight-decay 0.2"
-FLAGS += " --grad-clip 0.5 --seed 3"
+FLAGS += f" --grad-clip 0.5 --seed {SEED}"
 SIZES = [LAYERS, HIDDEN, HEADS, T, V]
 # The rate warms up to 0.003 in 2 steps, and falls to 0.0003 by a cosine over the other 3.
 RATES = [0.001, 0.002, *(0.0003 + 0.00135 * (1 + math.cos(math.pi * k / 3)) for k in range(3))]
@@ -37,7 +38,7 @@ RATES = [0.001, 0.002, *(0.0003 + 0.00135 * (1 + math.cos(math.pi * k / 3)) for 
 
 def batch(step):
     """Return a global batch; the loss ignores some tokens, and all of the first sequences."""
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator().manual_seed(shifted(step))
     tokens = torch.randint(V, (BATCH, T + 1), generator=generator)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     ignored = torch.rand(BATCH, T, generator=generator, dtype=torch.float32) < 0.2
@@ -51,7 +52,7 @@ def own_batch(trainer, step=0):
     return [tokens[trainer.own_rows()] for tokens in batch(step)]
 
 
-def plain_gpt(layers, *sizes, dtype=torch.float64, seed=3, **options):
+def plain_gpt(layers, *sizes, dtype=torch.float64, seed=SEED, **options):
     """Return the oracle with its initial values."""
     return initialized(ReferenceGPT(layers, *sizes, **options).to(dtype), seed)
 
@@ -369,7 +370,7 @@ def train_on_text(flags, folder, batches=3):
     torch.set_default_dtype(torch.float64)
     text, metrics = folder / "text", folder / "metrics"
     if dist.get_rank() == 0:
-        tokens = np.random.default_rng(1).integers(1, V, 10 * (batches * BATCH * T + 40))
+        tokens = np.random.default_rng(shifted(1)).integers(1, V, 10 * (batches * BATCH * T + 40))
         text.write_bytes(bytes(tokens.astype(np.uint8)))
     dist.barrier()
     files = f"--data {quoted(text)} --metrics {quoted(metrics)}"
@@ -386,7 +387,7 @@ GRID = dict(V=19, T=6, D=12, heads=6, layers=6, batch=4)
 
 def whole_weights(V, T, D, layers, **_):
     """Return plain_weights() with more spread, so that attention matters."""
-    torch.manual_seed(7)
+    torch.manual_seed(shifted(7))
     return tree_map(lambda weight: 25 * weight, hybrid.plain_weights(V, T, D, layers))
 
 

@@ -9,6 +9,9 @@
 
 `function` is pickled by name, so it must be at the top level of a module; arguments and results are
 pickled by value. A rank that fails exits at once, and its peers notice their closed connections.
+
+The environment variable TEST_SEED, an integer, is added to every seed of the tests (see shifted()).
+A claim about random data holds for other data, too, so the tests must pass whatever it is.
 """
 
 import _thread
@@ -72,6 +75,18 @@ def quoted(path):
     return shlex.quote(str(path))
 
 
+def shifted(seed):
+    """Return a seed of the tests with TEST_SEED added, which other processes inherit."""
+    return seed + int(os.environ.get("TEST_SEED", 0))
+
+
+def seed_generators():
+    """Seed the global generators of Python, NumPy and PyTorch."""
+    random.seed(shifted(0))
+    np.random.seed(shifted(0))
+    torch.manual_seed(shifted(0))
+
+
 # ---- in a rank -----------------------------------------------------------------------------------
 
 @contextmanager
@@ -115,9 +130,7 @@ def limit_files(nbytes):
 
 def run_in_group(rank, world_size, store_path, group_timeout, call):
     """Make the pickled `call` inside a new default process group; return its result, pickled."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    seed_generators()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)

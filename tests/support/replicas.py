@@ -12,7 +12,7 @@ from torch import nn
 
 from collectives import gather_objects, rank_and_size
 
-from ranks import least_bytes
+from ranks import least_bytes, shifted
 
 
 class Block(nn.Module):
@@ -46,12 +46,13 @@ class Net(nn.Module):
 
 
 def make_net(dtype=torch.float64, seed=0):
-    torch.manual_seed(seed)
+    torch.manual_seed(shifted(seed))
     return Net().to(dtype)
 
 
 def make_data(examples, seed=1, dtype=torch.float64):
-    return torch.randn(examples, 7, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    generator = torch.Generator().manual_seed(shifted(seed))
+    return torch.randn(examples, 7, generator=generator).to(dtype)
 
 
 def own_part(x, group=None):

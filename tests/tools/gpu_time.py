@@ -51,6 +51,7 @@ from torch.utils.flop_counter import flop_registry
 import hybrid
 from models import GPUS
 from pipeline import simulate
+from progress import progress, say_actions
 from timeline import Host, Memory, Stream
 
 LAUNCH_US, VIEW_US = 5.0, 1.5  # the host's time for an operator with a kernel, and without
@@ -173,8 +174,10 @@ def measure(args, own):
         return resize_(storage, nbytes)
 
     resized = patch.object(torch.UntypedStorage, "resize_", resize)
-    with fake_cuda.pretended(timer, own.rank, args.world_size), resized:
+    one = fake_cuda.pretended(timer, own.rank, args.world_size)
+    with progress("builds the model") as say, one, resized:
         trainer, step = fake_cuda.hybrid_step(args, torch.device("cuda", 0))
+        say_actions(trainer.pipeline, say)
         for name, group in vars(trainer.mesh).items():
             timer.names[group].append(name.removesuffix("_group"))
         timer.communicators.clear()  # those that the Trainer used have no names yet

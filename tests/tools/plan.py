@@ -45,6 +45,7 @@ from expert_parallel import expert_parallel_bytes
 from hybrid import GPTConfig, flops_of_head, forward_flops
 from models import GPUS, MODELS
 from pipeline import SCHEDULES, WeightGradStore, bubble_time, formulas_hold, peak_activations
+from progress import progress
 from sequence_parallel import activation_bytes, context_parallel_bytes
 from zero import zero_memory, zero_rounds
 
@@ -702,7 +703,8 @@ def main(argv=None):
     """Run the command; return the exit status."""
     try:
         args = parse(argv)
-        found = sweep(args) if args.sweep else best_plans(args)
+        with progress("searches layouts"):
+            found = sweep(args) if args.sweep else best_plans(args)
     except ValueError as error:
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 2

@@ -42,7 +42,8 @@ import hybrid
 from collectives import observe
 from expert_parallel import DispatchPlan
 from gpu_counts import as_alone, fused_rms_norm, turns_in_same_modes
-from plan import MODELS
+from models import GPUS, MODELS
+from progress import progress, say_actions
 from tensor_parallel import attention
 from trace import axes_of
 from zero import zero_memory, zero_rounds
@@ -149,11 +150,13 @@ def trainer_of(args, rank):
 
 def rehearse(args, rank):
     """Take a step as this rank; return the Trainer, {kind: bytes} and {axis: {what: number}}."""
-    with trainer_of(args, rank) as (trainer, watch):
+    with progress("builds the model") as say, trainer_of(args, rank) as (trainer, watch):
+        say_actions(trainer.pipeline, say)
         tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
         watch.axes, built = axes_of(trainer.mesh), len(watch.log)
         with observe(watch.listen):
             trainer.step(tokens, tokens)
+        say("adds up the memory")
         return trainer, most_memory(trainer, watch, built), watch.sent
 
 
@@ -265,6 +268,9 @@ def main(argv=None):
     for what, found, claim, more in rows:
         compared = f"{claim / 1e6:16,.3f}{found / claim - 1:12.2%}" if claim else " " * 28
         print(f"{what:20}{found / 1e6:16,.3f}{compared}{more}".rstrip())
+    largest = max(GPUS, key=lambda name: GPUS[name].memory)
+    if (needed := held["all at once"] / 1e9) > GPUS[largest].memory:
+        print(f"no listed GPU has {needed:,.0f} GB: {largest} has most, {GPUS[largest].memory} GB")
     dist.destroy_process_group()
     return 0
 

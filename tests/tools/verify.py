@@ -8,9 +8,12 @@
 
 It runs on GPUs if the machine has one for each process. The initial weights are compared with those
 that reference_gpt.py draws. Each layout then gets larger weights, with which attention is far from
-uniform, and takes two steps, which are compared with two steps of that file, in fp64, on the whole
-batch: loss, gradient norm, experts' load, every gradient after clipping, and every weight
-after each step. One line for each layout shows the worst difference, where it is, and the flags:
+uniform, and takes two steps, one of the warm-up and one of the decay, with an evaluation between
+them. They are compared with those of that file, in fp64, on the whole batch: loss, gradient norm,
+experts' load, every gradient after clipping, and every weight after each step; and the loss of the
+evaluation, which may change nothing. So neither dropout is compared, nor how data are read, nor
+checkpoints, nor text that is sampled. One line for each layout shows the worst difference, where it
+is, and the flags:
 
     ok     1.8e-15  step 1 gradient transformer.h.6.ln_1.bias    --pp 1 --dp 8 --cp 1 --tp 1 ...
 
@@ -50,6 +53,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "tools")]
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 
 import hybrid
 from collectives import gather_objects
@@ -60,6 +64,8 @@ BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 5e-2, "bf16": 5e-2}
 LLAMA = 3  # with --block llama, how many times these bounds are as large for bf16 and tf32
 SEED = 2  # with it, each parallel sum occurs in some layout of 2, 4 and 8 processes
 SHOWN = 2, 4, 8
+STEPS = 0, 2  # in the first one the learning rate rises, in the second one it has begun to fall
+EVALUATED = 2  # batches of the evaluation between them
 INFINITE = "copies differ in a bit, or an initial value does, or a value is not a number"
 OF_ALL = "block head rope_theta collectives device dtype moments seed timeout"
 OF_ALL = {*OF_ALL.split()}  # flags that apply to all layouts
@@ -71,7 +77,7 @@ def sizes_of(world_size):
     """Return flags of a small model whose heads, tokens and layers divide among the processes."""
     heads = world_size * math.ceil(8 / world_size)
     sizes = f"--layers {max(4, world_size)} --hidden {8 * heads} --heads {heads} --ffn {16 * heads}"
-    sizes += f" --seq-len {2 * heads} --vocab-size {8 * heads + 3} --steps 2 --warmup 1"
+    sizes += f" --seq-len {2 * heads} --vocab-size {8 * heads + 3} --steps 4 --warmup 1"
     return f"{sizes} --grad-clip 0.1 --weight-decay 0.2 --timeout 60".split()
 
 
@@ -178,10 +184,15 @@ def sums_of(args):
     return [name for name, is_needed in sums.items() if is_needed]
 
 
+def data_of(args):
+    """Return random tokens for training, and others for validation."""
+    random = np.random.default_rng(args.seed)
+    return hybrid.Data(*random.integers(args.vocab_size, size=(2, 10**4)))
+
+
 def batch_of(args, step, rows=slice(None)):
     """Return rows of a random batch; the loss ignores a fifth of its tokens, and its first rows."""
-    tokens = np.random.default_rng(args.seed).integers(args.vocab_size, size=10**4)
-    data = hybrid.Data(tokens, tokens)
+    data = data_of(args)
     inputs, targets = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
     is_first = torch.arange(args.batch_size)[rows] < args.batch_size // 8
     return inputs, targets.masked_fill((targets % 5 == 0) | is_first[:, None], hybrid.IGNORE_INDEX)
@@ -236,17 +247,22 @@ def inside(place, box):
 
 
 def record(args, mesh, device):
-    """Return the initial weights, and (all ranks' numbers, gradients, weights) of two steps."""
+    """Return the initial weights, all ranks' losses of an evaluation between two steps, and
+    (all ranks' numbers, gradients, weights) of these steps.
+    """
     trainer = hybrid.Trainer(args, mesh, device)
     first, steps = gathered(trainer), []
     set_weights(trainer)
     names = numbers_of(args)
-    for step in range(2):
+    for step in STEPS:
+        if steps:
+            loss = hybrid.evaluate(trainer, data_of(args), EVALUATED)
+        trainer.steps_done = step
         metrics = trainer.step(*batch_of(args, step, trainer.own_rows()))
         reported = torch.tensor(gather_objects([metrics[name] for name in names])).T
         gradients = gathered(trainer, lambda parameter: parameter.grad)
         steps.append((dict(zip(names, reported)), gradients, gathered(trainer)))
-    return first, *steps
+    return first, torch.tensor(gather_objects(loss)), *steps
 
 
 def numbers_of(args):
@@ -254,7 +270,19 @@ def numbers_of(args):
     return ("loss", "grad_norm", "expert_load") if args.experts else ("loss", "grad_norm")
 
 
-def compare(args, device, first, *steps):
+@torch.no_grad()
+def validation_loss(model, args, device):
+    """Return the mean loss of one process over the batches of the evaluation."""
+    validation = data_of(args).validation
+    data, losses = hybrid.Data(validation, validation), []
+    for index in range(EVALUATED):
+        batch = data.batch(index, args.batch_size, args.seq_len, args.seed)
+        inputs, targets = (tokens.to(device) for tokens in batch)
+        losses.append(cross_entropy(model(inputs).flatten(0, 1), targets.flatten()))
+    return torch.stack(losses).mean()
+
+
+def compare(args, device, first, evaluated, *steps):
     """Compare what record() returns with one process; return {what: relative difference}.
 
     Initial values must be equal in every bit, since all layouts draw the same numbers in fp32. The
@@ -273,7 +301,10 @@ def compare(args, device, first, *steps):
         weight.data.copy_(weight_of(name, weight.shape, args.seed))
     rows = torch.arange(args.batch_size, device=device).view(args.dp, args.microbatches, -1)
     microbatches = rows.transpose(0, 1).flatten(1)
-    for step, (reported, gradients, new_weights) in enumerate(steps):
+    for step, (reported, gradients, new_weights) in zip(STEPS, steps):
+        if step > 0:
+            expected = {"loss": validation_loss(model, args, device)}
+            found |= differences("evaluation", {"loss": evaluated}, expected)
         (inputs, targets), when = batch_of(args, step), f"step {step + 1}"
         expected = [*one.backward(inputs.to(device), targets.to(device), microbatches)]
         loads = [layer.counts.max() / layer.counts.mean() for layer in one.mixtures]

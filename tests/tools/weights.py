@@ -41,6 +41,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import hybrid
+from progress import progress
 from reference_gpt import reference_gpt
 
 USAGE = "import PATH DIR [flags of hybrid.py], or export DIR PATH"
@@ -449,9 +450,11 @@ def main(argv):
             return print(__doc__)
         match argv:
             case ["import", path, folder, *more]:
-                return print(take(Path(path), Path(folder), more))
+                with progress(f"imports {path}"):
+                    return print(take(Path(path), Path(folder), more))
             case ["export", folder, path]:
-                return print(give(Path(folder), Path(path)))
+                with progress(f"exports {folder}"):
+                    return print(give(Path(folder), Path(path)))
         raise ValueError(USAGE)
     except (OSError, ValueError, RuntimeError, dcp.api.CheckpointException) as error:
         cause = getattr(error, "failures", {0: [error]})[0][0]
