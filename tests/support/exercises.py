@@ -75,15 +75,18 @@ def copies(mine, group, builds, make):
     """make(everyone, rank): the input and the output of a rank, for everyone's (P, P, elements)."""
     rank, P = rank_and_size(group)
     calls = []
-    for elements, dtype in (65536, torch.float32), (5, torch.int64), (1, torch.bfloat16):
+    for elements, dtype in (65536, torch.float32), (5, torch.int64), (1, torch.bfloat16), (0, int):
         everyone = torch.randint(-9, 10, (P, P, elements)).to(dtype)
-        given, expected = make(everyone, rank)
+        given, expected = make(everyone.clone(), rank)
+        unchanged, _ = make(everyone, rank)
         output = torch.full_like(expected, 99)
         with watched(builds) as traffic:
-            mine(output, given.clone(), group=group)
-        calls.append((output, expected, max(given.nbytes, output.nbytes), traffic.bytes()))
-    for output, expected, nbytes, sent in reversed(calls):
+            mine(output, given, group=group)
+        nbytes = max(given.nbytes, output.nbytes)
+        calls.append((output, expected, given, unchanged, nbytes, traffic.bytes()))
+    for output, expected, given, unchanged, nbytes, sent in reversed(calls):
         check_same("output", output, expected, P)
+        check_same("input, after the call,", given, unchanged, P)
         said = check_bytes(sent, reduce_scatter_bytes(nbytes, P), P, f"(P-1)/P of {nbytes:,}")
     return said
 
@@ -493,29 +496,30 @@ def plain_step(mine, pp_group, dp_group, tp_group):
     V, T, D, heads, layers, batch = GRID.values()
     torch.set_default_dtype(torch.float64)
     whole, reference = whole_weights(**GRID), whole_weights(**GRID)
-    leaves_of(reference)
+    sgd = torch.optim.SGD(leaves_of(reference), 0.5)
     stage = hybrid.PlainStage(whole, D // heads, groups)
     optimizer = torch.optim.SGD(stage.parameters(), 0.5)
-    tokens = torch.randint(V, (batch, T + 1))  # all ranks draw the same
-    expected = loss_by_one_process(reference, tokens, heads)
-    expected.backward()
-    before = {name: p.detach().clone() for name, p in stage.named_parameters()}
-    with watched() as traffic:
-        loss = mine(stage, optimizer, tokens, 3 if pp == 4 else 2, groups)
-    check_same("the loss", torch.as_tensor(loss), expected, dp)
+    for length in (T, T - 1):
+        tokens = torch.randint(V, (batch, length + 1))  # all ranks draw the same
+        sgd.zero_grad()
+        expected = loss_by_one_process(reference, tokens, heads)
+        expected.backward()
+        sgd.step()
+        with watched() as traffic:
+            loss = mine(stage, optimizer, tokens, 3 if pp == 4 else 2, groups)
+    check_same("the loss of step 2", torch.as_tensor(loss), expected, dp)
     dims = {"qkv": 1, "out": 1, "up": 0, "down": 1}
     nbytes = 0
     for name, parameter in stage.named_parameters():
-        gradient = counterpart(reference, name, layers * pp_rank // pp).grad
+        weight = counterpart(reference, name, layers * pp_rank // pp)
         dim = dims.get(name.rsplit(".", 1)[-1])
-        if dim is not None:
-            gradient = gradient.chunk(tp, dim)[tp_rank]
-        check_same(f"the gradient of {name}", parameter.grad, gradient, dp)
-        check_same(f"the weight {name}", parameter, before[name] - 0.5 * gradient, P)
+        own = lambda whole: whole if dim is None else whole.chunk(tp, dim)[tp_rank]
+        check_same(f"the gradient of {name} in step 2", parameter.grad, own(weight.grad), dp)
+        check_same(f"the weight {name} after step 2", parameter, own(weight), P)
         nbytes += parameter.nbytes
-    activations = batch // dp * T * D * 8
+    activations = batch // dp * (T - 1) * D * 8
     links = (pp_rank > 0) + (pp_rank < pp - 1)
-    slack = 8 * (len(before) + 1)  # an element for each all-reduce over dp, and for the losses
+    slack = 8 * (len([*stage.parameters()]) + 1)  # an element of each all-reduce
     of_axes = [
         ("pp", links * activations, f"{activations:,} to a neighbour", 2 * 8),
         ("dp", all_reduce_bytes(nbytes, dp), f"an all-reduce of {nbytes:,}", slack),
