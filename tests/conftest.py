@@ -23,8 +23,20 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.option.mine:
+        config.mine = functions_of_reader(config.option.mine)
     config.addinivalue_line("filterwarnings", OF_TORCH)
     config.addinivalue_line("markers", "soak: long; left out of plain pytest, run by -m soak")
+
+
+def functions_of_reader(path):
+    """Return what judging.functions_of() does. pytest ends with an error if the file has one."""
+    from judging import functions_of
+
+    try:
+        return functions_of(path)
+    except Exception as error:
+        raise pytest.UsageError(f"--mine {path}: {error!r}") from error
 
 
 def pytest_report_header():
@@ -38,11 +50,16 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter, config):
     """With --mine, say what is right, and which functions the file lacks."""
+    if config.option.mine is None:
+        return
     reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("skipped")]
-    said = [text for report in reports for key, text in report.user_properties if key == "said"]
-    if config.option.mine and said:
-        terminalreporter.section(config.option.mine)
-        terminalreporter.write_line("\n".join(said))
+    properties = [each for report in reports for each in report.user_properties]
+    lacks = ", ".join(name for key, name in properties if key == "lacks")
+    terminalreporter.section(config.option.mine)
+    for key, text in properties:
+        if key == "said":
+            terminalreporter.write_line(text)
+    terminalreporter.write_line(f"skipped, since the file does not define them: {lacks or 'none'}")
 
 
 @pytest.fixture(scope="session", autouse=True)

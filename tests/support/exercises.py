@@ -114,7 +114,7 @@ def plain_all_reduce(mine, group):
     _, P = rank_and_size(group)
     name = inspect.signature(mine).parameters["algorithm"].default
     options = {"ranks_per_node": math.gcd(P, 2)} if name == "hierarchical" else {}
-    return all_reduces(mine, group, name, f"all_reduce_cost() of {name!r} for", **options)
+    return all_reduces(mine, group, name, f"by all_reduce_cost() of {name!r} for", **options)
 
 
 # ---- ddp.py --------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def column_linear(mine, group):
     whole = {"x": draw(16, 12), "weight": draw(3 * P, 12), "bias": draw(3 * P)}
     sent = check_parts(mine, linear, whole, {"weight": 0, "bias": 0}, group, result_dim=1)
     nbytes = whole["x"].nbytes
-    return check_bytes(sent, all_reduce_bytes(nbytes, P), P, f"an all-reduce of {nbytes:,}")
+    return check_bytes(sent, all_reduce_bytes(nbytes, P), P, f"in an all-reduce of {nbytes:,}")
 
 
 @exercise("tensor_parallel", "values, every gradient, bytes")
@@ -304,7 +304,7 @@ def row_linear(mine, group):
 
     sent = check_parts(mine, linear, whole, {"x": 1, "weight": 1}, group, mistakes=mistakes)
     nbytes = 16 * 12 * 8  # of the result
-    return check_bytes(sent, all_reduce_bytes(nbytes, P), P, f"an all-reduce of {nbytes:,}")
+    return check_bytes(sent, all_reduce_bytes(nbytes, P), P, f"in an all-reduce of {nbytes:,}")
 
 
 @exercise("tensor_parallel", "values, every gradient, bytes")
@@ -313,7 +313,7 @@ def split_mlp(mine, group):
     whole = {"x": draw(2, 8, 12), "up": draw(6 * P, 12), "down": draw(12, 6 * P)}
     sent = check_parts(mine, mlp, whole, {"up": 0, "down": 1}, group)
     nbytes = whole["x"].nbytes
-    return check_bytes(sent, 2 * all_reduce_bytes(nbytes, P), P, f"two all-reduces of {nbytes:,}")
+    return check_bytes(sent, 2 * all_reduce_bytes(nbytes, P), P, f"in two all-reduces of {nbytes:,}")
 
 
 @exercise("tensor_parallel", "values, every gradient, bytes")
@@ -323,7 +323,7 @@ def split_attention(mine, group):
     whole = {"x": draw(2, 8, D), "qkv": draw(3, D, D), "out": draw(D, D)}
     sent = check_parts(mine, self_attention, whole, {"qkv": 1, "out": 1}, group, K=K)
     nbytes = whole["x"].nbytes
-    return check_bytes(sent, 2 * all_reduce_bytes(nbytes, P), P, f"two all-reduces of {nbytes:,}")
+    return check_bytes(sent, 2 * all_reduce_bytes(nbytes, P), P, f"in two all-reduces of {nbytes:,}")
 
 
 @exercise("tensor_parallel", "values, the gradient, bytes")
@@ -332,7 +332,7 @@ def split_embedding(mine, group):
     whole = {"tokens": torch.randint(3 * P, (2, 12)), "weight": draw(3 * P, 8)}
     sent = check_parts(mine, embedding, whole, {"weight": 0}, group)
     nbytes = 2 * 12 * 8 * 8  # of the result
-    return check_bytes(sent, all_reduce_bytes(nbytes, P), P, f"an all-reduce of {nbytes:,}")
+    return check_bytes(sent, all_reduce_bytes(nbytes, P), P, f"in an all-reduce of {nbytes:,}")
 
 
 @exercise("tensor_parallel", "losses, the gradient, bytes")
@@ -349,7 +349,7 @@ def split_cross_entropy(mine, group):
         yield wrong, "each rank subtracts its own maximum, where it should be that of all ranks"
 
     sent = check_parts(mine, token_losses, whole, {"logits": 1}, group, mistakes=mistakes)
-    rule = f"three all-reduces of {8 * N:,}"
+    rule = f"in three all-reduces of {8 * N:,}"
     return check_bytes(sent, 3 * all_reduce_bytes(8 * N, P), P, rule)
 
 
@@ -371,7 +371,7 @@ def simple_allgather_attention(mine, group):
     dims = dict.fromkeys(whole, 2)
     sent = check_parts(mine, attention, whole, dims, group, result_dim=2, mistakes=mistakes)
     nbytes = whole["k"].nbytes
-    rule = f"4(P-1)/P of {nbytes:,}, for k and v, forward and backward,"
+    rule = f"4(P-1)/P of {nbytes:,}, for k and v, forward and backward"
     return check_bytes(sent, 4 * reduce_scatter_bytes(nbytes, P), P, rule)
 
 
@@ -381,7 +381,7 @@ def simple_ulysses_attention(mine, group):
     whole = {name: draw(2, 2 * P, 4 * P, 8) for name in ("q", "k", "v")}
     sent = check_parts(mine, attention, whole, dict.fromkeys(whole, 2), group, result_dim=2)
     nbytes = whole["q"].nbytes // P
-    rule = f"8(P-1)/P of {nbytes:,}, for q, k, v and the result, forward and backward,"
+    rule = f"8(P-1)/P of {nbytes:,}, for q, k, v and the result, forward and backward"
     return check_bytes(sent, 8 * reduce_scatter_bytes(nbytes, P), P, rule)
 
 
@@ -430,8 +430,9 @@ def pipeline_steps(mine, group, most):
                 raise Wrong(f"activations of {max(held)} microbatches are held, where {most(m)} "
                             f"are right: the order is {order}, whose warm-up is {how}")
             links = (rank > 0) + (rank < P - 1)
-            check_bytes(sent, links * inputs.nbytes, P, f"the batch's {inputs.nbytes:,} per link")
-    return f"{links * inputs.nbytes:,} bytes sent by rank {rank}, {inputs.nbytes:,} to a neighbour"
+            check_bytes(sent, links * inputs.nbytes, P, f"{inputs.nbytes:,} per neighbour")
+    held = f"rank {rank} holds activations of up to {most(5)} of 5 microbatches"
+    return f"{held}, and sends {links * inputs.nbytes:,} bytes, {inputs.nbytes:,} per neighbour"
 
 
 @exercise("pipeline", "losses, every named gradient, bytes, microbatches in flight")
@@ -478,7 +479,7 @@ def switch_layer(mine, group):
     leave = experts[rank] != rank
     arrive = (experts == rank).sum(1).tolist()
     rows = int(leave.sum()) + sum(arrive) - arrive[rank]
-    rule = f"{rows} rows each, to experts and back, in forward and in backward, besides counts,"
+    rule = f"for {rows} rows, to experts and back, in forward and in backward, besides counts"
     return check_bytes(traffic.bytes(), 2 * rows * D * 8, P, rule, slack=64 * P)
 
 
@@ -521,10 +522,10 @@ def plain_step(mine, pp_group, dp_group, tp_group):
     links = (pp_rank > 0) + (pp_rank < pp - 1)
     slack = 8 * (len([*stage.parameters()]) + 1)  # an element of each all-reduce
     of_axes = [
-        ("pp", links * activations, f"{activations:,} to a neighbour", 2 * 8),
-        ("dp", all_reduce_bytes(nbytes, dp), f"an all-reduce of {nbytes:,}", slack),
+        ("pp", links * activations, f"{activations:,} per neighbour", 2 * 8),
+        ("dp", all_reduce_bytes(nbytes, dp), f"in an all-reduce of {nbytes:,}", slack),
         ("tp", len(stage.layers) * 4 * all_reduce_bytes(activations, tp),
-         f"four all-reduces of {activations:,} per layer", 0),
+         f"in four all-reduces of {activations:,} per layer", 0),
     ]  # fmt: skip
     said = []
     for axis, expected, rule, slack in of_axes:

@@ -133,11 +133,14 @@ def watched(builds=None):
 
 
 def check_bytes(sent, expected, P, rule, slack=0):
-    """Return a sentence about the bytes that this rank has sent, right up to `slack`."""
+    """Return a sentence about the bytes that this rank has sent, which are right up to `slack`.
+
+    rule: how they are computed
+    """
     if abs(sent - expected) > slack:
         than = f"{abs(sent - expected):,} too {'many' if sent > expected else 'few'}"
-        raise Wrong(f"{sent:,} bytes are sent, {than}: {rule} is {expected:,}")
-    return f"{sent:,} bytes sent by each of {P} ranks, as {rule} says"
+        raise Wrong(f"{sent:,} bytes are sent, {than}: {expected:,} is right, {rule}")
+    return f"{sent:,} bytes sent by each of {P} ranks, {rule}"
 
 
 # ---- what a function computes --------------------------------------------------------------------
