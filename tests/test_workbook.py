@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
+import plain_train
 import workbook
 from exercises import EXERCISES
 from judging import Wrong, functions_of, judge
-from ranks import PROJECT, soak
+from ranks import PROJECT, run, soak, spawn
 
 # {mistake: (exercise, a piece of our solution, what stands in its place, what is said of it)}
 WRONG = {
@@ -121,7 +122,8 @@ WRONG = {
         "fsdp_forward", "sharded_forward(unit, x, shard, layout, group)",
         "functional_call(unit, dict(zip([n for n, _ in unit.named_parameters()], "
         "layout.views(all_gather_to_group(shard, 0, group)))), x)",
-        "too few: ", " is right, 3(P-1)/P of ", "2(P-1)/P are sent if backward does not gather again",
+        "too few: ", " is right, 3(P-1)/P of ",
+        "2(P-1)/P are sent if backward does not gather again",
     ),
     "units keep their parameters": (
         "fsdp_forward", "parameter.data.new_empty(0)", "parameter.data",
@@ -280,16 +282,32 @@ def test_a_file_to_begin_with_can_be_imported_and_ends_where_the_solution_begins
         workbook.main([name, "--file", str(path)])
 
 
+def test_plain_training_has_the_losses_of_one_process():
+    losses, *_ = run(4, plain_train.train, pp=2, tp=2, microbatches=2, steps=2, mine=None)
+    for loss, alone in losses:
+        assert loss == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.soak
+def test_plain_training_uses_the_readers_functions(tmp_path):
+    write("split_mlp", "column_linear(x, up, group=group)", "F.linear(x, up)", tmp_path / "mine.py")
+    mine = str(tmp_path / "mine.py")  # its first forward is right, and its backward is not
+    losses, *_ = spawn(2, plain_train.train, pp=1, tp=2, microbatches=2, steps=2, mine=mine)
+    (loss, alone), (next_loss, next_alone) = losses
+    assert loss == pytest.approx(alone, rel=1e-5)
+    assert next_loss != pytest.approx(next_alone, rel=1e-5)
+
+
 @pytest.mark.soak
 def test_what_a_file_lacks_is_skipped_and_what_is_right_is_said(tmp_path):
     """Also by a path that is relative, and next to what the file only imports."""
     write("ring_all_reduce", "rank, P =", "rank, P =", tmp_path / "mine.py")
     path = PROJECT / "tests/test_ground_floors.py"
     command = [sys.executable, "-m", "pytest", path, "--mine", "mine.py", "-p", "no:cacheprovider"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stdout
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
     said = "ring_all_reduce: right on 1, 2, 3 and 4 ranks; 1,572,864 bytes sent by each of 4 ranks"
-    assert f"{said}, 2(P-1)/P of 1,048,576" in run.stdout
+    assert f"{said}, 2(P-1)/P of 1,048,576" in done.stdout
     lacks = [name for name in EXERCISES if name != "ring_all_reduce"]
-    assert f"skipped, since the file does not define them: {', '.join(lacks)}" in run.stdout
-    assert f"1 passed, {len(EXERCISES) - 1} skipped" in run.stdout
+    assert f"skipped, since the file does not define them: {', '.join(lacks)}" in done.stdout
+    assert f"1 passed, {len(EXERCISES) - 1} skipped" in done.stdout

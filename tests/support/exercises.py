@@ -313,7 +313,8 @@ def split_mlp(mine, group):
     whole = {"x": draw(2, 8, 12), "up": draw(6 * P, 12), "down": draw(12, 6 * P)}
     sent = check_parts(mine, mlp, whole, {"up": 0, "down": 1}, group)
     nbytes = whole["x"].nbytes
-    return check_bytes(sent, 2 * all_reduce_bytes(nbytes, P), P, f"in two all-reduces of {nbytes:,}")
+    rule = f"in two all-reduces of {nbytes:,}"
+    return check_bytes(sent, 2 * all_reduce_bytes(nbytes, P), P, rule)
 
 
 @exercise("tensor_parallel", "values, every gradient, bytes")
@@ -323,7 +324,8 @@ def split_attention(mine, group):
     whole = {"x": draw(2, 8, D), "qkv": draw(3, D, D), "out": draw(D, D)}
     sent = check_parts(mine, self_attention, whole, {"qkv": 1, "out": 1}, group, K=K)
     nbytes = whole["x"].nbytes
-    return check_bytes(sent, 2 * all_reduce_bytes(nbytes, P), P, f"in two all-reduces of {nbytes:,}")
+    rule = f"in two all-reduces of {nbytes:,}"
+    return check_bytes(sent, 2 * all_reduce_bytes(nbytes, P), P, rule)
 
 
 @exercise("tensor_parallel", "values, the gradient, bytes")
@@ -500,7 +502,14 @@ def plain_step(mine, pp_group, dp_group, tp_group):
     sgd = torch.optim.SGD(leaves_of(reference), 0.5)
     stage = hybrid.PlainStage(whole, D // heads, groups)
     optimizer = torch.optim.SGD(stage.parameters(), 0.5)
-    for length in (T, T - 1):
+    dims = {"qkv": 1, "out": 1, "up": 0, "down": 1}
+    results = []  # (what, found, expected)
+
+    def own_part_of(tensor, name):
+        dim = dims.get(name.rsplit(".", 1)[-1])
+        return tensor if dim is None else tensor.chunk(tp, dim)[tp_rank]
+
+    for step, length in enumerate((T, T - 1), 1):
         tokens = torch.randint(V, (batch, length + 1))  # all ranks draw the same
         sgd.zero_grad()
         expected = loss_by_one_process(reference, tokens, heads)
@@ -508,16 +517,17 @@ def plain_step(mine, pp_group, dp_group, tp_group):
         sgd.step()
         with watched() as traffic:
             loss = mine(stage, optimizer, tokens, 3 if pp == 4 else 2, groups)
-    check_same("the loss of step 2", torch.as_tensor(loss), expected, dp)
-    dims = {"qkv": 1, "out": 1, "up": 0, "down": 1}
-    nbytes = 0
-    for name, parameter in stage.named_parameters():
-        weight = counterpart(reference, name, layers * pp_rank // pp)
-        dim = dims.get(name.rsplit(".", 1)[-1])
-        own = lambda whole: whole if dim is None else whole.chunk(tp, dim)[tp_rank]
-        check_same(f"the gradient of {name} in step 2", parameter.grad, own(weight.grad), dp)
-        check_same(f"the weight {name} after step 2", parameter, own(weight), P)
-        nbytes += parameter.nbytes
+        results.append((f"the loss of step {step}", torch.as_tensor(loss), expected))
+        for name, parameter in stage.named_parameters():
+            weight = counterpart(reference, name, layers * pp_rank // pp)
+            pairs = {"gradient of": (parameter.grad, weight.grad), "weight": (parameter, weight)}
+            for what, (found, right) in pairs.items():
+                found = None if found is None else found.detach().clone()
+                right = own_part_of(right, name).detach().clone()
+                results.append((f"the {what} {name} after step {step}", found, right))
+    for result in results:
+        check_same(*result, dp)
+    nbytes = sum(parameter.nbytes for parameter in stage.parameters())
     activations = batch // dp * (T - 1) * D * 8
     links = (pp_rank > 0) + (pp_rank < pp - 1)
     slack = 8 * (len([*stage.parameters()]) + 1)  # an element of each all-reduce
