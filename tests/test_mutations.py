@@ -166,8 +166,8 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         put(hybrid, "normal", lambda right: lambda *a: right(*a[:3])),
     "the order of the data depends on the rank | 2 | --dp 2":
         put(hybrid.Data, "batch",
-            lambda right: lambda self, step, B, T, seed, rows:
-                right(self, step, B, T, seed + (rows.start or 0), rows)),
+            lambda right: lambda self, step, B, T, seed, rows=slice(None), *part:
+                right(self, step, B, T, seed + (rows.start or 0), rows, *part)),
     "gradients are summed over dp alone | 2 | --cp 2 --zero 0":
         with_home(dp_group="dp_group"),
     "shards are summed over dp alone | 2 | --cp 2 --zero 2": with_home(shard_group="dp_group"),
