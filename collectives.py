@@ -134,7 +134,13 @@ def ring_all_reduce(tensor, group=None):
 # An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
 # the batch are complete, and computes before it yields the next batch. plain_run() is all that it
 # takes to run one. The first two algorithms are the halves of ring_all_reduce(). combine(a, b,
-# out=...) is torch.add(), or torch.maximum() for a maximum, and so on.
+# out=...) is torch.add(), or torch.maximum() for a maximum, and so on. For P = 3:
+#
+#                           rank 0          rank 1          rank 2
+#     input               1   2   3      10  20  30     100 200 300
+#     reduce-scatter         111             222             333
+#     all-gather of it   111 222 333     111 222 333     111 222 333
+#     all-to-all          1  10 100       2  20 200       3  30 300      rows become columns
 
 
 def plain_run(algorithm, group=None):
@@ -190,12 +196,7 @@ def _pairwise(outgoing, arriving, rank):
 
 
 def plain_reduce_scatter(output, input, group=None):
-    """Sum `input` over the group. Rank r keeps chunk r of the sum in `output`, 1/P as long.
-
-                    rank 0           rank 1           rank 2
-        input     1   2   3       10  20  30      100 200 300
-        output    111             222             333
-    """
+    """Sum `input` over the group. Rank r keeps chunk r of the sum in `output`, 1/P as long."""
     rank, P = rank_and_size(group)
     check_fits(output, input, P * output.numel(), input.numel())
     chunks = _equal_chunks(input, P)
@@ -203,12 +204,7 @@ def plain_reduce_scatter(output, input, group=None):
 
 
 def plain_all_gather(output, input, group=None):
-    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order.
-
-                    rank 0           rank 1           rank 2
-        input     111             222             333
-        output    111 222 333     111 222 333     111 222 333
-    """
+    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
     rank, P = rank_and_size(group)
     check_fits(output, input, output.numel(), P * input.numel())
     chunks = _equal_chunks(output, P)
@@ -217,12 +213,7 @@ def plain_all_gather(output, input, group=None):
 
 
 def plain_all_to_all(output, input, group=None):
-    """Copy chunk j of rank i's `input` to chunk i of rank j's `output`, for all i and j.
-
-                    rank 0           rank 1           rank 2
-        input     1   2   3       10  20  30      100 200 300
-        output    1  10 100       2   20 200      3   30  300      rows have become columns
-    """
+    """Copy chunk j of rank i's `input` to chunk i of rank j's `output`, for all i and j."""
     rank, P = rank_and_size(group)
     check_fits(output, input, output.numel(), input.numel())
     outgoing = _equal_chunks(input, P)
@@ -734,25 +725,24 @@ def count_bytes():
 #             run(), in launch()         makes inputs contiguous, and copies results back
 #               take_turns()             does what plain_run() does, for several segments at once
 #                 Operation.post()       does what plain_exchange() does, but does not wait
-#                   Operation.attempt()  adds the names of the peers to an error
-#                     group.send()       and group.recv(), which are torch's; NCCL: post_batch()
+#                   group.send()         and group.recv(), which are torch's; NCCL: post_batch()
 
 
 def launch(operation, algorithms, outputs, inputs=(), backend=None):
     """Run an operation in its turn. Return it if it is asynchronous.
 
-    algorithms: a function of the flat outputs and inputs, which returns a generator per segment
+    algorithms: a function of all outputs and inputs, flat, which returns a generator per segment
     backend: a function of the same tensors, which calls the backend's own collective
     """
     tensors = (*outputs, *inputs)
 
     def run():
-        flat = [as_memory(tensor).view(-1) for tensor in tensors]
+        flat = [flat_memory(tensor) for tensor in tensors]
         if backend and operation.members.by_backend:
             backend(*flat)
         else:
             take_turns(algorithms(*flat), operation)
-        if operation.op == ReduceOp.AVG and outputs:
+        if operation.op == ReduceOp.AVG and outputs:  # flat[0] is the sum
             flat[0].div_(operation.world_size)
         for output, result in zip(outputs, flat):
             if not is_memory(output):  # then the result is in a copy
@@ -772,6 +762,9 @@ def launch(operation, algorithms, outputs, inputs=(), backend=None):
 # A task in a queue: finish() waits for it, and is_completed() tells whether it has ended.
 Pending = namedtuple("Pending", "finish is_completed")
 DONE = Pending(lambda: None, lambda: True)
+
+
+MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
 
 
 class Operation:
@@ -801,22 +794,6 @@ class Operation:
         self.listeners = of.listeners if of else tuple(_LISTENERS)
         self.tell("begin")
 
-    def find_root(self, global_rank, group_rank):
-        """Return the group rank of the root, given as either rank. The default is global rank 0."""
-        if group_rank is None:
-            global_rank = global_rank or 0
-            if global_rank not in self.ranks:
-                ranks = f"the group's ranks {self.ranks}"
-                raise ValueError(f"src or dst={global_rank} is not among {ranks}")
-            return self.ranks.index(global_rank)
-        given = f"group_src or group_dst={group_rank}"
-        if global_rank is not None:
-            raise ValueError(f"{self.name} got {given} besides src or dst={global_rank}")
-        if not 0 <= group_rank < self.world_size:
-            raise ValueError(f"{given} is not a rank of a group of {self.world_size}")
-        return group_rank
-
-
     def wait(self):
         """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
         Operation("wait", self.group, of=self).complete(self.pending.finish)
@@ -836,13 +813,6 @@ class Operation:
         finally:
             self.tell("end")
 
-    def by_backend(self, *tensors, **options):
-        """Run the backend's own collective. For AVG it sums, since launch() divides."""
-        self.tell("backend")
-        if self.op is not None:
-            options["op"] = ReduceOp.SUM if self.op == ReduceOp.AVG else self.op
-        backend_function(self.name)(*tensors, group=self.group, **options)
-
     def post(self, sends, receives):
         """Begin a batch of messages [(tensor, peer)]. Return a function that waits for them.
 
@@ -850,59 +820,87 @@ class Operation:
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
-        waits = []
-        for first in range(0, max(len(sends), len(receives)), MOST_PEERS):
-            batch = sends[first : first + MOST_PEERS], receives[first : first + MOST_PEERS]
-            self.tell("post", *batch)
-            if self.queue.on_nccl:
-                messages = [*batch[0], *batch[1]]
-                work = self.attempt(messages, post_batch, self.group, *batch)
-                waits.append(partial(self.attempt, messages, work.wait))
-            else:
-                waits += self.post_singly(*batch)
+        if not sends and not receives:
+            return lambda: None
+        if max(len(sends), len(receives)) > MOST_PEERS:
+            first = self.post(sends[:MOST_PEERS], receives[:MOST_PEERS])
+            others = self.post(sends[MOST_PEERS:], receives[MOST_PEERS:])
+            return lambda: [first(), others()]
+        self.tell("post", sends, receives)
+        if (receives or sends)[0][0].is_cuda and not self.queue.on_nccl:
+            return self.post_through_host(sends, receives)
+        return partial(self.await_works, self.begin(sends, receives))
 
-        def wait():
-            for finish in waits:
-                finish()
+    def begin(self, sends, receives):
+        """Post messages: to NCCL in one batch, to gloo one by one. Return [(messages, torch Work)].
 
-        return wait
-
-    def post_singly(self, sends, receives):
-        """Begin a batch on gloo. Return a list of functions that wait for its messages.
-
-        The group's own send() and recv() take the host half as long as dist.isend() and irecv().
-        gloo cannot send CUDA memory, so copies in pinned host memory travel instead.
+        dist.isend() and dist.irecv() would take the host twice as long as the group's own methods.
         """
-        arriving = receives
-        on_gpu = (receives or sends)[0][0].is_cuda
-        if on_gpu:
-            pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
-            arriving = [(pinned(tensor), peer) for tensor, peer in receives]
-            sends = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
-        waits = []
-        for call, messages in (self.group.recv, arriving), (self.group.send, sends):
-            for message in messages:
-                tensor, peer = message
-                work = self.attempt([message], call, [tensor], peer, TAG)
-                waits.append(partial(self.attempt, [message], work.wait))
-        if on_gpu:
-            pairs = zip(receives, arriving)
-            waits += [partial(tensor.copy_, buffer) for (tensor, _), (buffer, _) in pairs]
-        return waits
-
-    def attempt(self, messages, call, *arguments):
-        """Return call(*arguments), or raise an error that names the messages' peers."""
+        works = []
         try:
-            return call(*arguments)
+            if self.queue.on_nccl:
+                posted = receives + sends
+                works.append((posted, post_batch(self.group, sends, receives)))
+                return works
+            for call, messages in (self.group.recv, receives), (self.group.send, sends):
+                for tensor, peer in messages:
+                    posted = [(tensor, peer)]
+                    works.append((posted, call([tensor], peer, TAG)))
+            return works
         except RuntimeError as error:
-            peers = " or ".join(str(self.ranks[peer]) for peer in sorted({p for _, p in messages}))
-            where = f"{self.name} in the group of ranks {self.ranks}: rank {self.ranks[self.rank]}"
-            raise RuntimeError(f"{where} lost rank {peers}: {error}") from error
+            raise self.lost(posted, error) from error
+
+    def await_works(self, works):
+        for messages, work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.lost(messages, error) from error
+
+    def lost(self, messages, error):
+        """Return an error that names the messages' peers."""
+        peers = " or ".join(str(self.ranks[peer]) for peer in sorted({p for _, p in messages}))
+        where = f"{self.name} in the group of ranks {self.ranks}: rank {self.ranks[self.rank]}"
+        return RuntimeError(f"{where} lost rank {peers}: {error}")
+
+    def post_through_host(self, sends, receives):
+        """Send copies in pinned host memory, since gloo cannot send CUDA memory."""
+        pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
+        arriving = [(pinned(tensor), peer) for tensor, peer in receives]
+        leaving = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
+        works = self.begin(leaving, arriving)
+
+        def finish():
+            self.await_works(works)
+            for (tensor, _), (buffer, _) in zip(receives, arriving):
+                tensor.copy_(buffer)
+
+        return finish
+
+    def find_root(self, global_rank, group_rank):
+        """Return the group rank of the root, given as either rank. The default is global rank 0."""
+        if group_rank is None:
+            global_rank = global_rank or 0
+            if global_rank not in self.ranks:
+                ranks = f"the group's ranks {self.ranks}"
+                raise ValueError(f"src or dst={global_rank} is not among {ranks}")
+            return self.ranks.index(global_rank)
+        given = f"group_src or group_dst={group_rank}"
+        if global_rank is not None:
+            raise ValueError(f"{self.name} got {given} besides src or dst={global_rank}")
+        if not 0 <= group_rank < self.world_size:
+            raise ValueError(f"{given} is not a rank of a group of {self.world_size}")
+        return group_rank
+
+    def by_backend(self, *tensors, **options):
+        """Run the backend's own collective. For AVG it sums, since launch() divides."""
+        self.tell("backend")
+        if self.op is not None:
+            options["op"] = ReduceOp.SUM if self.op == ReduceOp.AVG else self.op
+        backend_function(self.name)(*tensors, group=self.group, **options)
 
 
 # ---- messages ------------------------------------------------------------------------------------
-
-MOST_PEERS = 128  # to send to, and to receive from; NCCL may hang with more than 256 messages
 
 
 def exchange(sends, receives, group=None, async_op=False):
@@ -937,18 +935,6 @@ def reported(name, sends, receives, group):
         operation.tell("end")
 
 
-def post_batch(group, sends, receives):
-    """Post a batch to NCCL and return its torch Work, faster than batch_isend_irecv() does."""
-    device = (receives or sends)[0][0].device
-    group._start_coalescing(device)
-    for call, messages in (group.recv, receives), (group.send, sends):
-        for tensor, peer in messages:
-            if tensor.is_complex():  # NCCL has no complex numbers
-                tensor = torch.view_as_real(tensor)
-            call([tensor], peer, 0)
-    return group._end_coalescing(device)
-
-
 def is_memory(tensor):
     """Return whether a message can hold the tensor as it lies in memory: without gaps, in order.
 
@@ -966,9 +952,9 @@ def require_memory(sends, receives):
             raise ValueError(f"a message to or from rank {peer} is a view of {what}{view}")
 
 
-def as_memory(tensor):
-    """Return the tensor without its graph, or a copy of it, for which is_memory() is true."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+def flat_memory(tensor):
+    """Return the tensor, flat and without its graph, or a copy if is_memory() is false."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
 
 
 # ---- a group and its queue -----------------------------------------------------------------------
@@ -1019,6 +1005,18 @@ def membership(group, caller):
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{caller} is called by a rank that is not in the group")
     return _MEMBERSHIPS.get(group) or Membership(group)
+
+
+def post_batch(group, sends, receives):
+    """Post a batch to NCCL and return its torch Work, faster than batch_isend_irecv() does."""
+    device = (receives or sends)[0][0].device
+    group._start_coalescing(device)
+    for call, messages in (group.recv, receives), (group.send, sends):
+        for tensor, peer in messages:
+            if tensor.is_complex():  # NCCL has no complex numbers
+                tensor = torch.view_as_real(tensor)
+            call([tensor], peer, 0)
+    return group._end_coalescing(device)
 
 
 class _Stream:
@@ -1300,7 +1298,7 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
         name, segments, options = choose_segments(operation, input.nbytes)
         reduce_scatter, _ = _PHASES[name]
         outputs = _cut(output, segments)
-        parts = zip(*(_cut(chunk, segments) for chunk in input.tensor_split(P)))
+        parts = zip(*(_cut(chunk, segments) for chunk in input.chunk(P)))
         return [
             reduce_scatter(part, output, combine, rank, **options)
             for part, output in zip(parts, outputs)
@@ -1318,7 +1316,7 @@ def all_gather_single(output, input, group=None, async_op=False):
     def algorithms(output, input):
         name, segments, options = choose_segments(operation, output.nbytes)
         _, all_gather = _PHASES[name]
-        chunks = output.tensor_split(P)
+        chunks = output.chunk(P)
         if chunks[rank].data_ptr() != input.data_ptr():
             chunks[rank].copy_(input)
         parts = zip(*(_cut(chunk, segments) for chunk in chunks))
@@ -1382,11 +1380,12 @@ def all_to_all_single(
 
 def _split_sizes(tensor, rows_of_ranks, world_size):
     """Convert each rank's number of rows (None: equally many) to its number of elements."""
-    rows = len(tensor)
+    rows = tensor.shape[0]
     sizes = rows_of_ranks or [rows // world_size] * world_size
     if len(sizes) != world_size or sum(sizes) != rows:
         raise ValueError(f"{rows} rows are not split for world_size={world_size} by sizes {sizes}")
-    return [size * tensor.numel() // max(1, rows) for size in sizes]
+    width = tensor.numel() // max(1, rows)
+    return [size * width for size in sizes]
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
