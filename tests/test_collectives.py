@@ -23,11 +23,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collectives
 from collectives import (
-    MOST_PEERS, agree_on_ranks_per_node, all_gather, all_gather_single, all_gather_to_group,
+    MOST_PEERS, all_gather, all_gather_single, all_gather_to_group,
     all_reduce, all_reduce_bytes, all_reduce_cost, all_to_all_in_group, all_to_all_single,
     backend_function, barrier, broadcast, check_parameters, choose, copy_to_group, count_bytes,
-    exchange, gather, gather_from_group, gather_objects, observe, plain_all_reduce,
-    plain_exchange, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes,
+    exchange, gather, gather_from_group, gather_objects, observe, plain_all_gather,
+    plain_all_reduce, plain_all_to_all, plain_exchange, plain_reduce_scatter, rank_and_size,
+    reduce, reduce_from_group, reduce_scatter_bytes,
     reduce_scatter_single, reduce_scatter_to_group, ring_all_reduce, scatter, scatter_to_group,
     set_backend_collectives, set_ranks_per_node,
 )
@@ -334,6 +335,51 @@ def test_the_plain_forms_give_the_bits_and_send_the_bytes_of_the_fast_ones():
         assert sent == expected, name
 
 
+@on_ranks(1, 2, 3, 4)
+def test_the_plain_scatter_gather_and_swap_have_the_values_and_the_bytes_of_their_names():
+    rank, P = rank_and_size()
+    for dtype, n in itertools.product((torch.float32, torch.bfloat16, torch.int64), (0, 1, 5)):
+        everyone = _integers(P, P, n, dtype=dtype, seed=n)
+        mine = everyone[rank].clone()
+        total = everyone.double().sum(0).to(dtype)
+        for plain, input, expected in [
+            (plain_reduce_scatter, mine, total[rank]),
+            (plain_all_gather, mine[0], everyone[:, 0]),
+            (plain_all_to_all, mine, everyone[:, rank]),
+        ]:
+            output = torch.full_like(expected, 99)
+            _, sent = _counted(lambda: plain(output, input))
+            _same(output, expected)
+            assert sent == (P - 1) * n * mine.itemsize, plain
+        _same(mine, everyone[rank])
+
+
+@on_ranks(2)
+def test_the_plain_forms_refuse_unequal_sizes_other_dtypes_and_tensors_with_gaps():
+    x = torch.zeros
+    for plain, output, input in [
+        (plain_reduce_scatter, 2, 4), (plain_all_gather, 4, 2), (plain_all_to_all, 4, 4),
+    ]:  # fmt: skip
+        plain(x(output), x(input))
+        for wrong in [
+            (x(output), x(input + 2)),
+            (x(output + 2), x(input)),
+            (x(output), x(input).double()),
+        ]:
+            with pytest.raises(ValueError, match="output has . elements of torch.float32, input"):
+                plain(*wrong)
+    with pytest.raises(RuntimeError, match="multiply up"):
+        plain_all_to_all(x(3), x(3))
+    for plain, *gaps in [
+        (plain_reduce_scatter, x(2), x(4, 2)[:, 0]),
+        (plain_all_gather, x(4, 2)[:, 0], x(2)),
+        (plain_all_to_all, x(4, 2)[:, 0], x(4)),
+        (plain_all_to_all, x(4), x(4, 2)[:, 0]),
+    ]:
+        with pytest.raises(ValueError, match=r"is a view of shape \(2,\) and strides \(2,\)"):
+            plain(*gaps)
+
+
 def test_a_rank_of_a_tree_has_the_parent_and_the_children_of_its_docstring_farthest_first():
     of_8 = {0: (None, [4, 2, 1]), 4: (0, [6, 5]), 2: (0, [3]), 6: (4, [7]), 7: (6, [])}
     assert {rank: collectives._tree(rank, 0, 8) for rank in of_8} == of_8
@@ -436,7 +482,7 @@ def test_on_a_gpu_a_chunk_is_reduced_by_one_kernel_that_rounds_once(P):
         everyone = _normal(P, length, dtype=torch.float64).mul(9).to(dtype)
         for op in (ReduceOp.SUM, ReduceOp.MAX)[: 1 if dtype.is_complex else 2]:
             output = torch.empty(length, dtype=dtype)
-            combine = collectives.Reduction(op)
+            combine = collectives.Reduction(op, dtype)
             combine.pair = None
             combine.rows = kernels = Mock(wraps=combine.rows)
             chunks = [everyone[P - 1]] * P
@@ -521,9 +567,6 @@ def test_hierarchical_takes_one_batch_in_a_node_and_a_ring_between_nodes(nodes, 
                 posted, sent = _counted(launch)
             assert traffic.bytes(peers=inside) == times * within
             assert (len(posted), sent) == (steps, times * (within + between))
-        with patch.object(collectives, "MOST_PEERS", I):  # a batch has one node's chunks
-            posted, _ = _counted(lambda: reduce_scatter_single(shard, full))
-        assert len(posted) == O + (O - 1)
         for limits in ({"DIRECT_BYTES": 1 << 10}, {"MOST_PEERS": 1}):
             with patch.multiple(collectives, **limits):
                 _check_values([0, 7, 96], DTYPES[1:2])
@@ -596,21 +639,6 @@ CHOICES = [  # P, ranks per node, on NCCL; (bytes, choice) for an all-reduce, an
     (4, 2, False, [(M // 64, "doubling"), (M // 16, "nodes"), (G, "nodes")], [(16 * M, "nodes")]),
 ]
 NAMES = {"doubling": "recursive_doubling", "halving": "halving_doubling", "nodes": "hierarchical"}
-
-
-@on_ranks(6)
-def test_ranks_of_unlike_nodes_agree_on_an_algorithm():
-    """Nodes have 2 + 4 ranks. By their own numbers, ranks would take different algorithms."""
-    rank, P = rank_and_size()
-    assert agree_on_ranks_per_node(64) == dist.get_world_size()  # a node has room for more
-    assert agree_on_ranks_per_node(2 if rank < 2 else 4) == 2
-    for elements in (1, 1000, 10**6):
-        tensor = torch.full((elements,), rank + 1.0)
-        all_reduce(tensor)
-        assert tensor.eq(21).all()
-        parts = torch.empty(P, elements)
-        all_gather_single(parts, torch.full((elements,), float(rank)))
-        assert parts.eq(torch.arange(P).unsqueeze(1)).all()
 
 
 @pytest.mark.parametrize("P, ranks_per_node, on_nccl, wholes, halves", CHOICES)
