@@ -109,9 +109,9 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
             x = x.new_empty(x.shape)  # contiguous, as messages must be
             exchange([], [(x, rank - 1)], group)
             x.requires_grad_()  # a leaf, whose gradient goes back
-        output = stage(x).contiguous()
+        output = stage(x)
         if rank < last:
-            exchange([(output.detach(), rank + 1)], [], group)
+            exchange([(output.detach().contiguous(), rank + 1)], [], group)
         else:
             output = loss_fn(output, targets[i])  # a scalar, whose backward needs no gradient
         passes.append((x, output))
@@ -170,7 +170,7 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
         if not 0 <= peer <= last:
             return None
         received = None if wanted is None else wanted.new_empty(wanted.shape)
-        sends = [] if sent is None else [(sent, peer)]
+        sends = [] if sent is None else [(sent.contiguous(), peer)]
         receives = [] if received is None else [(received, peer)]
         exchange(sends, receives, group)
         return received
@@ -180,7 +180,7 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
             x = inputs[i]
         else:
             x.requires_grad_()  # a leaf, whose gradient goes back
-        output = stage(x).contiguous()
+        output = stage(x)
         if rank == last:
             output = loss_fn(output, targets[i])
             losses.append(output.detach())

@@ -375,15 +375,15 @@ def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name, p, p
 def test_the_plain_forms_and_the_executor_give_the_same_bits(plain_step, make_schedule, m):
     rank, p = rank_and_size()
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(p)]
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(p)]
     plain, stage = copy.deepcopy(layers[rank]), layers[rank]
-    inputs, targets = torch.randn(2, 8, 4)
+    inputs, targets = torch.randn(2, 8, 32)
     for module in (plain, stage):  # outputs that are not contiguous
         module.register_forward_hook(lambda *call: call[-1].mT.contiguous().mT)
     with nccl_over_gloo():
         losses = plain_step(plain, inputs.chunk(m), targets.chunk(m), _loss)
     schedule = make_schedule(p, m)
-    loss = Pipeline(stage, schedule, _loss, shape=(8 // m, 4)).step(inputs, targets)
+    loss = Pipeline(stage, schedule, _loss, shape=(8 // m, 32)).step(inputs, targets)
     assert loss == (sum(losses) if rank == p - 1 else None)
     for one, other in zip(plain.parameters(), stage.parameters()):
         assert torch.equal(one.grad, other.grad) and one.grad.any()
