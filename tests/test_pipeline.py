@@ -411,7 +411,7 @@ def _plain_problem(name, p, m, dtype):
     """
     rank = dist.get_rank()
     schedule = SCHEDULES[name](p, m)
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).to(dtype) for _ in schedule.routes[0]]
     for layer in layers:
         layer.register_forward_hook(lambda *call: call[-1].mT.contiguous().mT)
