@@ -1361,7 +1361,8 @@ def sum_replicas(stages, group=None):
         for parameter in stage.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-    first, second = ([w.grad for w in stage.parameters() if w.requires_grad] for stage in stages)
+    grads_of = lambda stage: [w.grad.detach() for w in stage.parameters() if w.requires_grad]
+    first, second = map(grads_of, stages)
     if first + second:
         flat = torch.cat([grad.flatten() for grad in first + second])
         other = torch.empty_like(flat)

@@ -321,7 +321,7 @@ def gradients(flags, overlap):
             mixture.hand_over = partial(note, mixture.hand_over)
     trainer.step(*own_batch(trainer))
     grads = [p.grad for chunk in trainer.chunks for p in chunk.parameters()]
-    return [grad for grad in grads if grad is not None], passes.count(2)
+    return [grad.detach() for grad in grads if grad is not None], passes.count(2)
 
 
 SAME = [

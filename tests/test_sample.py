@@ -28,9 +28,6 @@ def _sharpen(trainer):
     for chunk in trainer.chunks:
         for name, parameter in chunk.named_parameters():
             parameter.data *= 40 if name.endswith("wpe.weight") else 4
-    for stage in trainer.stages:
-        if hasattr(stage, "reshard"):
-            stage.reshard()  # weights that are gathered later are the new ones
 
 
 def _samples(flags, temperatures, dtype=torch.float64):

@@ -201,7 +201,6 @@ def _trainer(name):
     if name.startswith("stage"):
         model = FullyShardedDataParallel(model, units=model.transformer.h, stage=int(name[-1]))
         optimizer = adamw(model.parameters())
-        optimizer.register_step_post_hook(lambda *_: model.reshard())
         return model, optimizer
     if name == "torch FSDP2":
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))

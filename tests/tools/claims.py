@@ -71,8 +71,6 @@ def _replicas(stage, *groups):
     else:
         model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters())
-    if stage in (1, 2):
-        optimizer.register_step_post_hook(lambda *_: model.reshard())
 
     def step():
         model(torch.ones(1, 480)).sum().backward()
