@@ -134,7 +134,13 @@ def ring_all_reduce(tensor, group=None):
 # An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
 # the batch are complete, and computes before it yields the next batch. plain_run() is all that it
 # takes to run one. The first two algorithms are the halves of ring_all_reduce(). combine(a, b,
-# out=...) is torch.add(), or torch.maximum() for a maximum, and so on.
+# out=...) is torch.add(), or torch.maximum() for a maximum, and so on. For P = 3:
+#
+#                           rank 0          rank 1          rank 2
+#     input               1   2   3      10  20  30     100 200 300
+#     reduce-scatter         111             222             333
+#     all-gather of it   111 222 333     111 222 333     111 222 333
+#     all-to-all          1  10 100       2  20 200       3  30 300      rows become columns
 
 
 def plain_run(algorithm, group=None):
@@ -184,23 +190,13 @@ def _ring_all_gather(chunks, rank):
 def _pairwise(outgoing, arriving, rank):
     """Send outgoing[r] to every other rank r, nearest first, and receive arriving[r], in 1 step."""
     P = len(outgoing)
-    for nearest in range(1, P, MOST_PEERS):
-        distances = range(nearest, min(nearest + MOST_PEERS, P))
-        after = [(rank + distance) % P for distance in distances]
-        before = [(rank - distance) % P for distance in distances]
-        yield [(outgoing[r], r) for r in after], [(arriving[r], r) for r in before]
-
-
-MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
+    after = [(rank + distance) % P for distance in range(1, P)]
+    before = [(rank - distance) % P for distance in range(1, P)]
+    yield [(outgoing[r], r) for r in after], [(arriving[r], r) for r in before]
 
 
 def plain_reduce_scatter(output, input, group=None):
-    """Sum `input` over the group. Rank r keeps chunk r of the sum in `output`, 1/P as long.
-
-                    rank 0           rank 1           rank 2
-        input     1   2   3       10  20  30      100 200 300
-        output    111             222             333
-    """
+    """Sum `input` over the group. Rank r keeps chunk r of the sum in `output`, 1/P as long."""
     rank, P = rank_and_size(group)
     check_fits(output, input, P * output.numel(), input.numel())
     chunks = _equal_chunks(input, P)
@@ -208,12 +204,7 @@ def plain_reduce_scatter(output, input, group=None):
 
 
 def plain_all_gather(output, input, group=None):
-    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order.
-
-                    rank 0           rank 1           rank 2
-        input     111             222             333
-        output    111 222 333     111 222 333     111 222 333
-    """
+    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
     rank, P = rank_and_size(group)
     check_fits(output, input, output.numel(), P * input.numel())
     chunks = _equal_chunks(output, P)
@@ -222,12 +213,7 @@ def plain_all_gather(output, input, group=None):
 
 
 def plain_all_to_all(output, input, group=None):
-    """Copy chunk j of rank i's `input` to chunk i of rank j's `output`, for all i and j.
-
-                    rank 0           rank 1           rank 2
-        input     1   2   3       10  20  30      100 200 300
-        output    1  10 100       2   20 200      3   30  300      rows have become columns
-    """
+    """Copy chunk j of rank i's `input` to chunk i of rank j's `output`, for all i and j."""
     rank, P = rank_and_size(group)
     check_fits(output, input, output.numel(), input.numel())
     outgoing = _equal_chunks(input, P)
@@ -360,16 +346,14 @@ def _hierarchical_all_gather(chunks, rank, ranks_per_node):
 
 
 def _among(ranks, algorithms):
-    """Run algorithms whose peers are indices into `ranks`, as many at once as MOST_PEERS allows."""
-    together = max(1, MOST_PEERS // len(ranks))
-    for first in range(0, len(algorithms), together):
-        # zip() would stop when the first one ends, and not resume the others for their last sums
-        for steps in zip_longest(*algorithms[first : first + together]):
-            sends, receives = [], []
-            for outgoing, arriving in steps:
-                sends += [(tensor, ranks[peer]) for tensor, peer in outgoing]
-                receives += [(tensor, ranks[peer]) for tensor, peer in arriving]
-            yield sends, receives
+    """Run algorithms with equally many steps together. Their peers are indices into `ranks`."""
+    # zip() would stop when the first one ends, and not resume the others for their last sums
+    for steps in zip_longest(*algorithms):
+        sends, receives = [], []
+        for outgoing, arriving in steps:
+            sends += [(tensor, ranks[peer]) for tensor, peer in outgoing]
+            receives += [(tensor, ranks[peer]) for tensor, peer in arriving]
+        yield sends, receives
 
 
 _PHASES = {  # name: (reduce-scatter, all-gather)
@@ -507,8 +491,7 @@ def _scatter(output, inputs, rank, root):
         yield [], [(output, root)]
         return
     output.copy_(inputs[rank])
-    for sends, _ in _pairwise(inputs, inputs, rank):
-        yield sends, []
+    yield [(tensor, peer) for peer, tensor in enumerate(inputs) if peer != root], []
 
 
 def _gather(outputs, input, rank, root):
@@ -517,8 +500,7 @@ def _gather(outputs, input, rank, root):
         yield [(input, root)], []
         return
     outputs[rank].copy_(input)
-    for _, receives in _pairwise(outputs, outputs, rank):
-        yield [], receives
+    yield [], [(tensor, peer) for peer, tensor in enumerate(outputs) if peer != root]
 
 
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
@@ -686,10 +668,12 @@ def observe(listener):
 
     begin                     at the start of the call, in the caller's thread
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
+    backend                   before the backend's own collective runs in their place
     end                       on completion (on NCCL: launch) or failure
 
-    The last two may come from another thread. A wait() is an operation, too. With async_op=False
-    an operation blocks its caller from begin to end. An asynchronous exchange() ends in its wait().
+    Events after "begin" may come from another thread. A wait() is an operation, too. With
+    async_op=False an operation blocks its caller from begin to end. An asynchronous exchange() ends
+    in its wait().
     """
     _LISTENERS.append(listener)
     try:
@@ -716,8 +700,7 @@ def count_bytes():
     traffic = Traffic()
 
     def listen(event, operation, sends=(), receives=()):
-        ours = ("plain_exchange", "exchange", "reduce", "wait")
-        if operation.members.by_backend and operation.name not in ours:
+        if event == "backend":
             raise RuntimeError(f"nobody counts the bytes of the backend's own {operation.name}")
         for tensor, peer in sends:
             traffic.sent.append((operation.name, operation.group, peer, tensor.nbytes))
@@ -728,9 +711,194 @@ def count_bytes():
 
 # ==== upper floor =================================================================================
 #
-# So far, every algorithm is a generator of batches. What follows is how launch() runs them fast: an
-# operation has a queue, the segments of long tensors take turns, and the algorithm is chosen by
-# size. A reader who wants the techniques alone may go on with ddp.py.
+# plain_run() waits for each batch before it goes on, and needs an idle group and tensors without
+# gaps. From here on, collectives run beside the caller's computation, take tensors of any strides,
+# keep several messages under way, and choose an algorithm by size. A reader who wants the
+# techniques alone may go on with ddp.py.
+
+# ---- from a call to the wire ---------------------------------------------------------------------
+#
+#     all_gather_single(output, input)   makes an Operation, and a function that makes generators
+#       launch()                         at once, or in the group's queue if others are pending
+#         Operation.complete()           tells listeners of the end, also if it is an error
+#           queue.run()                  in the caller's thread or stream; submit(): in the queue's
+#             run(), in launch()         makes inputs contiguous, and copies results back
+#               take_turns()             does what plain_run() does, for several segments at once
+#                 Operation.post()       does what plain_exchange() does, but does not wait
+#                   group.send()         and group.recv(), which are torch's; NCCL: post_batch()
+
+
+def launch(operation, algorithms, outputs, inputs=(), backend=None):
+    """Run an operation in its turn. Return it if it is asynchronous.
+
+    algorithms: a function of all outputs and inputs, flat, which returns a generator per segment
+    backend: a function of the same tensors, which calls the backend's own collective
+    """
+    tensors = (*outputs, *inputs)
+
+    def run():
+        flat = [flat_memory(tensor) for tensor in tensors]
+        if backend and operation.members.by_backend:
+            backend(*flat)
+        else:
+            take_turns(algorithms(*flat), operation)
+        if operation.op == ReduceOp.AVG and outputs:  # flat[0] is the sum
+            flat[0].div_(operation.world_size)
+        for output, result in zip(outputs, flat):
+            if not is_memory(output):  # then the result is in a copy
+                output.detach().copy_(result.view(output.shape))
+
+    queue = operation.queue
+    if operation.async_op and operation.world_size > 1:
+        queue.last = operation.pending = queue.submit(partial(operation.complete, run), tensors)
+    elif queue.last.is_completed():
+        operation.complete(partial(queue.run, run))
+    else:
+        queue.last = queue.submit(run, tensors)
+        operation.complete(queue.last.finish)
+    return operation if operation.async_op else None
+
+
+# A task in a queue: finish() waits for it, and is_completed() tells whether it has ended.
+Pending = namedtuple("Pending", "finish is_completed")
+DONE = Pending(lambda: None, lambda: True)
+
+
+MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
+
+
+class Operation:
+    """One call of a collective, of exchange(), or of wait() for one of these.
+
+    name: "all_reduce", "exchange" ..., or "wait"; of: the Operation that a "wait" waits for
+    group, rank, world_size, ranks: the process group, and what its Membership says
+    root: the group rank that a broadcast or scatter starts from, or where a reduce or gather ends
+    pending: what wait() finishes, if async_op; listeners: the functions that tell() calls
+    """
+
+    pending = DONE
+
+    def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
+        """tensor: its device picks the queue; root: (src, group_src) or (dst, group_dst)."""
+        self.name = name
+        self.async_op = async_op
+        self.op = op
+        self.of = of
+        self.group = group or dist.group.WORLD
+        self.members = membership(self.group, name)
+        self.place = self.members.place
+        self.rank, self.world_size = self.place
+        self.ranks = self.members.ranks
+        self.queue = self.members.queue_for(self.group, tensor)
+        self.root = None if root is None else self.find_root(*root)
+        self.listeners = of.listeners if of else tuple(_LISTENERS)
+        self.tell("begin")
+
+    def wait(self):
+        """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
+        Operation("wait", self.group, of=self).complete(self.pending.finish)
+        self.pending = DONE  # let go of the tensors
+
+    def is_completed(self):
+        """Return whether the operation has completed or failed; False for a pending exchange()."""
+        return self.pending.is_completed()
+
+    def tell(self, event, *messages):
+        for listener in self.listeners:
+            listener(event, self, *messages)
+
+    def complete(self, task):
+        try:
+            task()
+        finally:
+            self.tell("end")
+
+    def post(self, sends, receives):
+        """Begin a batch of messages [(tensor, peer)]. Return a function that waits for them.
+
+        The function holds their tensors.
+        """
+        sends = [message for message in sends if message[0].numel()]
+        receives = [message for message in receives if message[0].numel()]
+        if not sends and not receives:
+            return lambda: None
+        if max(len(sends), len(receives)) > MOST_PEERS:
+            first = self.post(sends[:MOST_PEERS], receives[:MOST_PEERS])
+            others = self.post(sends[MOST_PEERS:], receives[MOST_PEERS:])
+            return lambda: [first(), others()]
+        self.tell("post", sends, receives)
+        if (receives or sends)[0][0].is_cuda and not self.queue.on_nccl:
+            return self.post_through_host(sends, receives)
+        return partial(self.await_works, self.begin(sends, receives))
+
+    def begin(self, sends, receives):
+        """Post messages: to NCCL in one batch, to gloo one by one. Return [(messages, torch Work)].
+
+        dist.isend() and dist.irecv() would take the host twice as long as the group's own methods.
+        """
+        works = []
+        try:
+            if self.queue.on_nccl:
+                posted = receives + sends
+                works.append((posted, post_batch(self.group, sends, receives)))
+                return works
+            for call, messages in (self.group.recv, receives), (self.group.send, sends):
+                for tensor, peer in messages:
+                    posted = [(tensor, peer)]
+                    works.append((posted, call([tensor], peer, TAG)))
+            return works
+        except RuntimeError as error:
+            raise self.lost(posted, error) from error
+
+    def await_works(self, works):
+        for messages, work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.lost(messages, error) from error
+
+    def lost(self, messages, error):
+        """Return an error that names the messages' peers."""
+        peers = " or ".join(str(self.ranks[peer]) for peer in sorted({p for _, p in messages}))
+        where = f"{self.name} in the group of ranks {self.ranks}: rank {self.ranks[self.rank]}"
+        return RuntimeError(f"{where} lost rank {peers}: {error}")
+
+    def post_through_host(self, sends, receives):
+        """Send copies in pinned host memory, since gloo cannot send CUDA memory."""
+        pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
+        arriving = [(pinned(tensor), peer) for tensor, peer in receives]
+        leaving = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
+        works = self.begin(leaving, arriving)
+
+        def finish():
+            self.await_works(works)
+            for (tensor, _), (buffer, _) in zip(receives, arriving):
+                tensor.copy_(buffer)
+
+        return finish
+
+    def find_root(self, global_rank, group_rank):
+        """Return the group rank of the root, given as either rank. The default is global rank 0."""
+        if group_rank is None:
+            global_rank = global_rank or 0
+            if global_rank not in self.ranks:
+                ranks = f"the group's ranks {self.ranks}"
+                raise ValueError(f"src or dst={global_rank} is not among {ranks}")
+            return self.ranks.index(global_rank)
+        given = f"group_src or group_dst={group_rank}"
+        if global_rank is not None:
+            raise ValueError(f"{self.name} got {given} besides src or dst={global_rank}")
+        if not 0 <= group_rank < self.world_size:
+            raise ValueError(f"{given} is not a rank of a group of {self.world_size}")
+        return group_rank
+
+    def by_backend(self, *tensors, **options):
+        """Run the backend's own collective. For AVG it sums, since launch() divides."""
+        self.tell("backend")
+        if self.op is not None:
+            options["op"] = ReduceOp.SUM if self.op == ReduceOp.AVG else self.op
+        backend_function(self.name)(*tensors, group=self.group, **options)
+
 
 # ---- messages ------------------------------------------------------------------------------------
 
@@ -755,141 +923,41 @@ def exchange(sends, receives, group=None, async_op=False):
     return operation
 
 
-# ---- algorithms take turns -----------------------------------------------------------------------
-#
-# A large tensor is cut into segments, each with a generator of its own. One segment is summed while
-# the next ones travel. So a ring on gloo needs at most 16 MB of scratch memory, and direct on NCCL
-# 128 MB.
+@contextmanager
+def reported(name, sends, receives, group):
+    """Check messages that the block sends and receives, and tell listeners of them."""
+    require_memory(sends, receives)
+    operation = Operation(name, group)
+    operation.tell("post", sends, receives)
+    try:
+        yield
+    finally:
+        operation.tell("end")
 
-SEGMENT = 1 << 21  # bytes of a chunk that travel in one message on gloo (NCCL: see DIRECT_BYTES)
 
+def is_memory(tensor):
+    """Return whether a message can hold the tensor as it lies in memory: without gaps, in order.
 
-def take_turns(algorithms, operation):
-    """Run the algorithms of all segments. The one that posted its messages first continues first.
-
-    All ranks keep this order, so each receives messages in the order in which its peer sends them.
+    PyTorch conjugates and negates some tensors only when they are read.
     """
-    waiting = deque(algorithms)
-    under_way = deque()  # (algorithm, function that waits for its messages)
-    while waiting or under_way:
-        if waiting and len(under_way) < operation.queue.window:
-            algorithm = waiting.popleft()
-        else:
-            algorithm, wait = under_way.popleft()
-            wait()
-            wait = None  # frees the batch's tensors
-        step = next(algorithm, None)
-        if step is not None:
-            under_way.append((algorithm, operation.post(*step)))
-            step = None
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-# ---- the choice ----------------------------------------------------------------------------------
-#
-# Every step costs time, and so does every byte. Short tensors are quickest with few steps, and long
-# ones with few bytes. The constants were measured for gloo (2 to 8 ranks on 2 cores, 1 Gbit/s
-# between machines) and estimated for NCCL (60 us of host time per batch, 400 Gbit/s between nodes).
-# They are fixed, not measured at start-up, so that results do not depend on timing.
-
-ONE_STEP_BYTES = 1 << 16  # on NCCL in one node, naive is quicker than direct for fewer bytes
-DIRECT_BYTES = 1 << 26  # the longest segment of a full tensor on NCCL; it bounds the scratch memory
-LONG_BYTES = 1 << 21  # on gloo, a longer tensor is quicker in segments, which fit a core's cache
+def require_memory(sends, receives):
+    """Raise ValueError if is_memory() is false for a tensor of these messages."""
+    for tensor, peer in (*sends, *receives):
+        if not is_memory(tensor):
+            what = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            view = ", conjugated or negated" if tensor.is_contiguous() else ""
+            raise ValueError(f"a message to or from rank {peer} is a view of {what}{view}")
 
 
-@lru_cache(1 << 12)
-def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
-    """Return the name of the quickest algorithm for an all-reduce, or for one of its 2 phases."""
-    nodes = world_size // ranks_per_node
-    if world_size == 1 or (on_nccl and nodes == 1):  # a copy, or P-1 messages that leave at once
-        return "naive" if phases == 2 and nbytes < ONE_STEP_BYTES else "direct"
-    names = ["ring"]
-    if 1 < nodes < world_size:
-        names.append("hierarchical")
-    if on_nccl or nbytes < LONG_BYTES:
-        if phases == 2:
-            names += ["recursive_doubling", "halving_doubling"]
-        elif world_size.bit_count() == 1:
-            names.append("halving_doubling")
-        elif not on_nccl:
-            names.append("direct")
-    step_bytes = 1 << 22 if on_nccl else 1 << 17  # a step takes as long as these bytes
-    if nodes > 1 and not on_nccl:
-        step_bytes = 1 << 14
-
-    def cost(name):
-        steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
-        if name == "hierarchical":
-            sent //= ranks_per_node  # about the bytes that leave the node
-        return steps * step_bytes + sent
-
-    return min(names, key=cost)
+def flat_memory(tensor):
+    """Return the tensor, flat and without its graph, or a copy if is_memory() is false."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
 
 
-def choose_segments(operation, nbytes, phases=1, name="auto"):
-    """Return (name, number of segments, keyword arguments) of an operation's algorithm."""
-    P = operation.world_size
-    on_nccl = operation.queue.on_nccl
-    ranks_per_node = operation.members.ranks_per_node
-    if name == "auto" or P == 1:
-        name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
-    options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
-    if "doubling" in name or name == "naive" or (name == "ring" and on_nccl):
-        # on gloo choose() takes these only for short tensors; on NCCL segments would gain little
-        return name, 1, options
-    segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
-    return name, max(1, math.ceil(nbytes / segment_bytes)), options
-
-
-# ---- sums ----------------------------------------------------------------------------------------
-
-_REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
-    ReduceOp.SUM: (torch.add, torch.sum),
-    ReduceOp.AVG: (torch.add, torch.sum),  # launch() divides at the end
-    ReduceOp.PRODUCT: (torch.mul, torch.prod),
-    ReduceOp.MIN: (torch.minimum, torch.amin),
-    ReduceOp.MAX: (torch.maximum, torch.amax),
-}
-
-
-class Reduction:
-    """What algorithms call as combine(a, b, out=...), for a ReduceOp.
-
-    rows: reduces a matrix's rows, by rows(matrix, 0, out=...)
-    scratch: matrices whose rows have been reduced, which the operation's next segments reuse
-    """
-
-    def __init__(self, op):
-        if op not in _REDUCTIONS:
-            raise ValueError(f"op={op} is not supported; SUM, AVG, PRODUCT, MIN and MAX are")
-        self.pair, self.rows = _REDUCTIONS[op]
-        self.scratch = []
-
-    def __call__(self, a, b, out):
-        return self.pair(a, b, out=out)
-
-    def reduce_at_once(self, chunks, output, rank):
-        """Do what _direct_reduce_scatter() does. One kernel reads each element and rounds once."""
-        unit = ALIGNMENT // output.itemsize
-        longest = (len(output) // unit + 2) * unit  # _cut() makes some segments one unit longer
-        matrix = self.scratch.pop() if self.scratch else output.new_empty(len(chunks), longest)
-        rows = matrix[:, : len(output)]  # row r: from rank r
-        yield from _pairwise(chunks, rows.unbind(), rank)
-        rows[rank].copy_(chunks[rank])
-        self.rows(rows, 0, out=output)
-        self.scratch.append(matrix)  # NCCL writes there only after the kernel has read it
-
-
-# ---- an operation and its queue ------------------------------------------------------------------
-#
-#     all_reduce(x)                      makes an Operation, and the algorithms of its segments
-#       launch()                         at once, or in the group's queue if others are pending
-#         Operation.complete()           tells listeners of the end, also if it is an error
-#           queue.run()                  in the caller's thread or stream; submit(): in the queue's
-#             run(), in launch()         makes inputs contiguous, and copies results back
-#               take_turns()             resumes each algorithm when its batch is complete
-#                 Operation.post()       tells listeners of the next batch, and begins it
-#                   Operation.attempt()  adds the names of the peers to an error
-#                     group.send()       and group.recv(), which are torch's; NCCL: post_batch()
+# ---- a group and its queue -----------------------------------------------------------------------
 #
 # A group's collectives run one by one, and read their inputs when their turn comes. Those with
 # async_op, and those that are called while others are pending, go to the group's queue. For gloo
@@ -922,6 +990,14 @@ class Membership:
         self.device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
         _MEMBERSHIPS[group] = self
 
+    def queue_for(self, group, tensor):
+        """Return the queue of a tensor. A group may have NCCL for GPUs and gloo for CPUs."""
+        device = None if tensor is None else tensor.device
+        if device not in self.queues:
+            on_nccl = device and f"{device.type}:nccl" in dist.get_backend_config(group)
+            self.queues[device] = _Stream() if on_nccl else self.thread
+        return self.queues[device]
+
 
 def membership(group, caller):
     """Return the Membership of a group. An error names `caller`, the function that was called."""
@@ -929,134 +1005,6 @@ def membership(group, caller):
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{caller} is called by a rank that is not in the group")
     return _MEMBERSHIPS.get(group) or Membership(group)
-
-
-# A pending task: finish() waits for it, and is_completed() tells whether it has ended.
-Pending = namedtuple("Pending", "finish is_completed")
-DONE = Pending(lambda: None, lambda: True)
-
-
-class Operation:
-    """One call of a collective, of exchange(), or of wait() for one of these.
-
-    name: "all_reduce", "exchange" ..., or "wait"; of: the Operation that a "wait" waits for
-    group, rank, world_size, ranks: the process group, and what its Membership says
-    root: the group rank that a broadcast or scatter starts from, or where a reduce or gather ends
-    pending: what wait() finishes, if async_op; listeners: the functions that tell() calls
-    """
-
-    pending = DONE
-
-    def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
-        """tensor: its device picks the queue; root: (src, group_src) or (dst, group_dst)."""
-        self.name, self.async_op = name, async_op
-        self.op, self.of = op, of
-        if op == ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(f"{name} with op=AVG of {tensor.dtype}: the mean may be no integer")
-        self.listeners = of.listeners if of else tuple(_LISTENERS)
-        self.group = group or dist.group.WORLD
-        self.members = members = membership(self.group, name)
-        self.place = members.place
-        self.rank, self.world_size = members.place
-        self.ranks = members.ranks
-        device = None if tensor is None else tensor.device
-        self.queue = members.queues.get(device)
-        if self.queue is None:  # a group may have NCCL for GPUs and gloo for CPUs
-            on_nccl = device and f"{device.type}:nccl" in dist.get_backend_config(self.group)
-            self.queue = members.queues[device] = _Stream() if on_nccl else members.thread
-        self.root = None if root is None else self.find_root(*root)
-        self.tell("begin")
-
-    def find_root(self, global_rank, group_rank):
-        """Return the group rank of the root, given as either rank. The default is global rank 0."""
-        if group_rank is None:
-            global_rank = global_rank or 0
-            if global_rank not in self.ranks:
-                ranks = f"the group's ranks {self.ranks}"
-                raise ValueError(f"src or dst={global_rank} is not among {ranks}")
-            return self.ranks.index(global_rank)
-        given = f"group_src or group_dst={group_rank}"
-        if global_rank is not None:
-            raise ValueError(f"{self.name} got {given} besides src or dst={global_rank}")
-        if not 0 <= group_rank < self.world_size:
-            raise ValueError(f"{given} is not a rank of a group of {self.world_size}")
-        return group_rank
-
-    def wait(self):
-        """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
-        Operation("wait", self.group, of=self).complete(self.pending.finish)
-        self.pending = DONE  # let go of the tensors
-
-    def is_completed(self):
-        """Return whether the operation has completed or failed; False for a pending exchange()."""
-        return self.pending.is_completed()
-
-    def tell(self, event, *messages):
-        for listener in self.listeners:
-            listener(event, self, *messages)
-
-    def complete(self, task):
-        try:
-            task()
-        finally:
-            self.tell("end")
-
-    def post(self, sends, receives):
-        """Begin a batch of messages [(tensor, peer)], and return a function that waits for them.
-
-        The function holds their tensors. On gloo each message is posted by the group's own send()
-        or recv(), since dist.isend() and irecv() take the host twice as long. gloo cannot send CUDA
-        memory, so copies in pinned host memory travel instead.
-        """
-        sends = [message for message in sends if message[0].numel()]
-        receives = [message for message in receives if message[0].numel()]
-        messages = receives + sends
-        if not messages:
-            return lambda: None
-        self.tell("post", sends, receives)
-        if self.queue.on_nccl:
-            work = self.attempt(messages, post_batch, self.group, sends, receives)
-            return partial(self.attempt, messages, work.wait)
-        arriving = receives
-        if messages[0][0].is_cuda:
-            pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
-            arriving = [(pinned(tensor), peer) for tensor, peer in receives]
-            sends = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
-        works = []
-        for call, messages in (self.group.recv, arriving), (self.group.send, sends):
-            for tensor, peer in messages:
-                message = [(tensor, peer)]
-                works.append((message, self.attempt(message, call, [tensor], peer, TAG)))
-        return partial(self.await_messages, works, receives, arriving)
-
-    def await_messages(self, works, receives, arriving):
-        """Wait for `works`, pairs ([message], torch Work), and copy `arriving` to `receives`."""
-        for message, work in works:
-            self.attempt(message, work.wait)
-        for (tensor, _), (buffer, _) in zip(receives, arriving):
-            if buffer is not tensor:
-                tensor.copy_(buffer)
-
-    def attempt(self, messages, call, *arguments):
-        """Return call(*arguments), or raise an error that names the messages' peers."""
-        try:
-            return call(*arguments)
-        except RuntimeError as error:
-            peers = " or ".join(str(self.ranks[peer]) for peer in sorted({p for _, p in messages}))
-            where = f"{self.name} in the group of ranks {self.ranks}: rank {self.ranks[self.rank]}"
-            raise RuntimeError(f"{where} lost rank {peers}: {error}") from error
-
-
-@contextmanager
-def reported(name, sends, receives, group):
-    """Check messages that the block sends and receives, and tell listeners of them."""
-    require_memory(sends, receives)
-    operation = Operation(name, group)
-    operation.tell("post", sends, receives)
-    try:
-        yield
-    finally:
-        operation.tell("end")
 
 
 def post_batch(group, sends, receives):
@@ -1155,110 +1103,158 @@ class _Thread:
         return Pending(future.result, future.done)
 
 
-def is_memory(tensor):
-    """Return whether a message can hold the tensor as it lies in memory: without gaps, in order.
+# ---- the choice of an algorithm ------------------------------------------------------------------
+#
+# Every step costs time, and so does every byte, so short tensors are quickest with few steps, and
+# long ones with few bytes. choose() takes the algorithm with the least
+#
+#     steps * (the bytes that travel in the time of a step) + bytes sent
+#
+# The constants are fixed, not measured at start-up, so that results do not depend on timing. They
+# were measured for gloo with 2 to 8 ranks on 2 cores, and estimated for NCCL.
 
-    PyTorch conjugates and negates some tensors only when they are read.
+NCCL_STEP_BYTES = 1 << 22  # a batch takes the host 60 us, in which 400 Gbit/s carry 3 MB
+GLOO_STEP_BYTES = 1 << 17  # a step takes 0.1 ms, and a machine's memory carries 1 to 2 GB/s
+GLOO_STEP_BYTES_BETWEEN_NODES = 1 << 14  # 0.1 ms at 1 Gbit/s
+ONE_STEP_BYTES = 1 << 16  # NCCL, one node: for fewer bytes naive, since its P-1 messages are small
+LONG_BYTES = 1 << 21  # gloo: a longer tensor is cut into segments, which fit a core's cache
+
+
+@lru_cache(1 << 12)
+def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
+    """Return the name of the quickest algorithm for an all-reduce, or for one of its 2 phases."""
+    nodes = world_size // ranks_per_node
+    if world_size == 1 or (on_nccl and nodes == 1):  # a copy, or P-1 messages that leave at once
+        return "naive" if phases == 2 and nbytes < ONE_STEP_BYTES else "direct"
+    names = ["ring"]
+    if 1 < nodes < world_size:
+        names.append("hierarchical")
+    if on_nccl or nbytes < LONG_BYTES:
+        if phases == 2:
+            names += ["recursive_doubling", "halving_doubling"]
+        elif world_size.bit_count() == 1:
+            names.append("halving_doubling")
+        elif not on_nccl:
+            names.append("direct")
+    step_bytes = NCCL_STEP_BYTES if on_nccl else GLOO_STEP_BYTES
+    if nodes > 1 and not on_nccl:
+        step_bytes = GLOO_STEP_BYTES_BETWEEN_NODES
+
+    def cost(name):
+        steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
+        if name == "hierarchical":
+            sent //= ranks_per_node  # about the bytes that leave the node
+        return steps * step_bytes + sent
+
+    return min(names, key=cost)
+
+
+def set_ranks_per_node(ranks_per_node, group=None):
+    """Set how many consecutive ranks share a node. A number < P that does not divide P means 1.
+
+    All ranks must pass the same number, or they would choose unlike algorithms. For nodes of
+    different numbers of ranks it is their greatest common divisor.
     """
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    members = membership(group, "set_ranks_per_node")
+    ranks = min(ranks_per_node, len(members.ranks))
+    members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
 
 
-def require_memory(sends, receives):
-    """Raise ValueError if is_memory() is false for a tensor of these messages."""
-    for tensor, peer in (*sends, *receives):
-        if not is_memory(tensor):
-            what = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-            view = ", conjugated or negated" if tensor.is_contiguous() else ""
-            raise ValueError(f"a message to or from rank {peer} is a view of {what}{view}")
+# ---- segments ------------------------------------------------------------------------------------
+#
+# A long tensor is cut into segments, each with a generator of its own. One segment is summed while
+# the next ones travel. Scratch memory is bounded, too: a ring on gloo needs at most 16 MB, and
+# direct on NCCL 128 MB.
+
+SEGMENT = 1 << 21  # gloo: bytes of a chunk that travel in one message; 1 MB is up to 1.5x slower
+DIRECT_BYTES = 1 << 26  # NCCL: the longest segment of a full tensor
 
 
-def as_memory(tensor):
-    """Return the tensor without its graph, or a copy of it, for which is_memory() is true."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+def choose_segments(operation, nbytes, phases=1, name="auto"):
+    """Return (name, number of segments, keyword arguments) of an operation's algorithm."""
+    P = operation.world_size
+    on_nccl = operation.queue.on_nccl
+    ranks_per_node = operation.members.ranks_per_node
+    if name == "auto" or P == 1:
+        name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
+    options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
+    if "doubling" in name or name == "naive" or (name == "ring" and on_nccl):
+        # on gloo choose() takes these only for short tensors; on NCCL segments would gain little
+        return name, 1, options
+    segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
+    return name, max(1, math.ceil(nbytes / segment_bytes)), options
 
 
-def launch(operation, algorithms, outputs, inputs=(), backend_options=None):
-    """Run an operation in its turn. algorithms(*flat outputs, *flat inputs) makes its generators.
+def take_turns(algorithms, operation):
+    """Run the algorithms of all segments. The one that posted its messages first continues first.
 
-    backend_options: keyword arguments of the backend's collective, which may run instead
+    All ranks keep this order, so each receives messages in the order in which its peer sends them.
     """
-    tensors = (*outputs, *inputs)
-
-    def run():
-        flat = [as_memory(tensor).view(-1) for tensor in tensors]
-        if operation.members.by_backend and backend_options is not None:
-            _backend_collective(operation, flat, backend_options)
+    waiting = deque(algorithms)
+    under_way = deque()  # (algorithm, function that waits for its messages)
+    while waiting or under_way:
+        if waiting and len(under_way) < operation.queue.window:
+            algorithm = waiting.popleft()
         else:
-            take_turns(algorithms(*flat), operation)
-        if operation.op == ReduceOp.AVG and outputs:
-            flat[0].div_(operation.world_size)
-        for tensor, result in zip(outputs, flat):
-            if not is_memory(tensor):  # then the result is in a copy
-                tensor.detach().copy_(result.view(tensor.shape))
-
-    queue = operation.queue
-    if operation.async_op and operation.world_size > 1:
-        queue.last = operation.pending = queue.submit(partial(operation.complete, run), tensors)
-    elif queue.last.is_completed():
-        operation.complete(partial(queue.run, run))
-    else:
-        queue.last = queue.submit(run, tensors)
-        operation.complete(queue.last.finish)
-    return operation if operation.async_op else None
+            algorithm, wait = under_way.popleft()
+            wait()
+            wait = None  # frees the batch's tensors
+        step = next(algorithm, None)
+        if step is not None:
+            under_way.append((algorithm, operation.post(*step)))
+            step = None
 
 
-def set_backend_collectives(group=None):
-    """Let the backend run the group's collectives. count_bytes() rejects these.
+# ---- sums ----------------------------------------------------------------------------------------
 
-    Exceptions are reduce(), and all_gather() of unequal lengths, which gloo does not support.
-    """
-    membership(group, "set_backend_collectives").by_backend = dist.get_world_size(group) > 1
-
-
-def _backend_collective(operation, tensors, options):
-    """Run the operation with the backend's own collective."""
-    if operation.op == ReduceOp.AVG:
-        options = options | {"op": ReduceOp.SUM}  # launch() divides
-    if operation.name == "all_reduce" and len(tensors) == 2:
-        tensors[0].copy_(tensors.pop())
-    if operation.name == "scatter":
-        output, *inputs = tensors
-        tensors = output, inputs
-    elif operation.name == "gather":
-        *outputs, input = tensors
-        tensors = input, outputs
-    elif operation.name == "all_gather":
-        *outputs, input = tensors
-        tensors = outputs, input
-    backend_function(operation.name)(*tensors, group=operation.group, **options)
-
-
-_OLDER_NAMES = {
-    "all_gather_single": "all_gather_into_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
+_REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
+    ReduceOp.SUM: (torch.add, torch.sum),
+    ReduceOp.AVG: (torch.add, torch.sum),  # launch() divides at the end
+    ReduceOp.PRODUCT: (torch.mul, torch.prod),
+    ReduceOp.MIN: (torch.minimum, torch.amin),
+    ReduceOp.MAX: (torch.maximum, torch.amax),
 }
 
 
-def backend_function(name):
-    """Return torch.distributed's function for the collective `name`, also in torch 2.11."""
-    if not hasattr(dist, name):
-        name = _OLDER_NAMES[name]
-    return getattr(dist, name)
+class Reduction:
+    """What algorithms call as combine(a, b, out=...), for a ReduceOp.
+
+    rows: reduces a matrix's rows, by rows(matrix, 0, out=...)
+    scratch: matrices whose rows have been reduced, which the operation's next segments reuse
+    """
+
+    def __init__(self, op, dtype):
+        if op not in _REDUCTIONS:
+            raise ValueError(f"op={op} is not supported; SUM, AVG, PRODUCT, MIN and MAX are")
+        if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"op=AVG of {dtype}: the mean may be no integer")
+        self.pair, self.rows = _REDUCTIONS[op]
+        self.scratch = []
+
+    def __call__(self, a, b, out):
+        return self.pair(a, b, out=out)
+
+    def reduce_at_once(self, chunks, output, rank):
+        """Do what _direct_reduce_scatter() does. One kernel reads each element and rounds once."""
+        unit = ALIGNMENT // output.itemsize
+        longest = (len(output) // unit + 2) * unit  # _cut() makes some segments one unit longer
+        matrix = self.scratch.pop() if self.scratch else output.new_empty(len(chunks), longest)
+        rows = matrix[:, : len(output)]  # row r: from rank r
+        yield from _pairwise(chunks, rows.unbind(), rank)
+        rows[rank].copy_(chunks[rank])
+        self.rows(rows, 0, out=output)
+        self.scratch.append(matrix)  # NCCL writes there only after the kernel has read it
 
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
-# Each call runs one of the algorithms above, and adds what users need: defaults, checks, async_op.
-# It makes an Operation, which knows the group, and passes launch() a function `algorithms`, which
-# makes the generators. Until the upper floor, take for granted that launch() runs them as
-# plain_run() would, that Reduction(op) is their `combine`, and that choose_segments() returns the
-# quickest algorithm for a size, and into how many segments, each with a generator of its own, to
-# cut a long tensor.
+# Each call makes an Operation, checks its tensors, and passes launch() a function that makes the
+# generators. An output that does not fit its input raises ValueError: gloo would abort the process
+# if a buffer were short, and fill a part of a long one in silence.
 #
 # With async_op=True each returns an Operation to wait() for. The root is src or dst, a global rank,
 # or group_src or group_dst, a rank of the group. By default it is global rank 0 (in PyTorch,
 # broadcast() and reduce() have no default).
-# An output that does not fit its input raises ValueError; a short buffer would abort the process.
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
@@ -1269,36 +1265,46 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     """
     if algorithm not in ("auto", "naive", "recursive_doubling", *_PHASES):
         raise ValueError(f"{algorithm=} is none of the names in the module's docstring")
+    combine = Reduction(op, tensor.dtype)
     operation = Operation("all_reduce", group, tensor, async_op, op)
     rank, P = operation.place
-    combine = Reduction(op)
     inputs = [] if output is None else [tensor]
-    if output is None:
-        output = tensor
+    output = tensor if output is None else output
+    check_fits(output, tensor, output.numel(), tensor.numel())
 
-    def algorithms(*flat):  # the output, and the input if it is another tensor
-        name, segments, options = choose_segments(operation, tensor.nbytes, 2, algorithm)
-        parts = zip(_cut(flat[0], segments, P), _cut(flat[-1], segments, P))
+    def algorithms(output, input=None):
+        name, segments, options = choose_segments(operation, output.nbytes, 2, algorithm)
+        outputs = _cut(output, segments, P)
+        inputs = outputs if input is None else _cut(input, segments, P)
+        parts = zip(outputs, inputs)
         return [_all_reduce(name, *part, combine, rank, P, **options) for part in parts]
 
-    check_fits(output, tensor, output.numel(), tensor.numel())
-    return launch(operation, algorithms, [output], inputs, {"op": op})
+    def by_backend(output, input=None):
+        if input is not None:
+            output.copy_(input)
+        operation.by_backend(output)
+
+    return launch(operation, algorithms, [output], inputs, by_backend)
 
 
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `input` over the group. Rank r keeps chunk r in `output`, which is 1/P as long."""
+    combine = Reduction(op, input.dtype)
     operation = Operation("reduce_scatter_single", group, output, async_op, op)
     rank, P = operation.place
-    combine = Reduction(op)
     check_fits(output, input, P * output.numel(), input.numel())
 
     def algorithms(output, input):
         name, segments, options = choose_segments(operation, input.nbytes)
-        reduce_scatter = _PHASES[name][0]
-        parts = zip(*(_cut(flat, segments) for flat in (*input.tensor_split(P), output)))
-        return [reduce_scatter(chunks, part, combine, rank, **options) for *chunks, part in parts]
+        reduce_scatter, _ = _PHASES[name]
+        outputs = _cut(output, segments)
+        parts = zip(*(_cut(chunk, segments) for chunk in input.chunk(P)))
+        return [
+            reduce_scatter(part, output, combine, rank, **options)
+            for part, output in zip(parts, outputs)
+        ]
 
-    return launch(operation, algorithms, [output], [input], {"op": op})
+    return launch(operation, algorithms, [output], [input], operation.by_backend)
 
 
 def all_gather_single(output, input, group=None, async_op=False):
@@ -1309,14 +1315,14 @@ def all_gather_single(output, input, group=None, async_op=False):
 
     def algorithms(output, input):
         name, segments, options = choose_segments(operation, output.nbytes)
-        all_gather = _PHASES[name][1]
-        chunks = output.tensor_split(P)
+        _, all_gather = _PHASES[name]
+        chunks = output.chunk(P)
         if chunks[rank].data_ptr() != input.data_ptr():
             chunks[rank].copy_(input)
         parts = zip(*(_cut(chunk, segments) for chunk in chunks))
         return [all_gather(part, rank, **options) for part in parts]
 
-    return launch(operation, algorithms, [output], [input], {})
+    return launch(operation, algorithms, [output], [input], operation.by_backend)
 
 
 def all_gather(tensor_list, tensor, group=None, async_op=False):
@@ -1341,8 +1347,11 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
         chunks[rank].copy_(input)
         return [_direct_all_gather(chunks, rank)]
 
-    backend_options = {} if len(set(lengths)) == 1 else None
-    return launch(operation, algorithms, outputs, [tensor], backend_options)
+    def by_backend(*flat):
+        operation.by_backend(list(flat[:-1]), flat[-1])
+
+    equal = len(set(lengths)) == 1
+    return launch(operation, algorithms, outputs, [tensor], by_backend if equal else None)
 
 
 def all_to_all_single(
@@ -1365,16 +1374,18 @@ def all_to_all_single(
         return [_pairwise(inputs, outputs, rank)]
 
     splits = {"output_split_sizes": received, "input_split_sizes": sent}
-    return launch(operation, algorithms, [output], [input], splits)
+    by_backend = partial(operation.by_backend, **splits)
+    return launch(operation, algorithms, [output], [input], by_backend)
 
 
 def _split_sizes(tensor, rows_of_ranks, world_size):
     """Convert each rank's number of rows (None: equally many) to its number of elements."""
-    rows = len(tensor)
+    rows = tensor.shape[0]
     sizes = rows_of_ranks or [rows // world_size] * world_size
     if len(sizes) != world_size or sum(sizes) != rows:
         raise ValueError(f"{rows} rows are not split for world_size={world_size} by sizes {sizes}")
-    return [size * tensor.numel() // max(1, rows) for size in sizes]
+    width = tensor.numel() // max(1, rows)
+    return [size * width for size in sizes]
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
@@ -1383,15 +1394,17 @@ def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     rank, P = operation.place
     root = operation.root
     algorithms = lambda flat: [_tree_broadcast(flat, rank, root, P)]
-    return launch(operation, algorithms, [tensor], [], {"group_src": root})
+    by_backend = partial(operation.by_backend, group_src=root)
+    return launch(operation, algorithms, [tensor], [], by_backend)
 
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
     """Reduce `tensor` over the group into the root's tensor. The other ranks keep theirs."""
+    combine = Reduction(op, tensor.dtype)
     operation = Operation("reduce", group, tensor, async_op, op, root=(dst, group_dst))
     rank, P = operation.place
     root = operation.root
-    algorithms = lambda flat: [_tree_reduce(flat, Reduction(op), rank, root, P)]
+    algorithms = lambda flat: [_tree_reduce(flat, combine, rank, root, P)]
     if rank == root:
         return launch(operation, algorithms, outputs=[tensor])
     return launch(operation, algorithms, outputs=[], inputs=[tensor])
@@ -1406,7 +1419,8 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
     rank, root = operation.rank, operation.root
     inputs = list_of_root(operation, scatter_list, tensor)
     algorithms = lambda output, *inputs: [_scatter(output, inputs, rank, root)]
-    return launch(operation, algorithms, [tensor], inputs, {"group_src": root})
+    by_backend = lambda output, *inputs: operation.by_backend(output, [*inputs], group_src=root)
+    return launch(operation, algorithms, [tensor], inputs, by_backend)
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
@@ -1418,7 +1432,30 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
     rank, root = operation.rank, operation.root
     outputs = list_of_root(operation, gather_list, tensor)
     algorithms = lambda *flat: [_gather(flat[:-1], flat[-1], rank, root)]
-    return launch(operation, algorithms, outputs, [tensor], {"group_dst": root})
+    by_backend = lambda *flat: operation.by_backend(flat[-1], [*flat[:-1]], group_dst=root)
+    return launch(operation, algorithms, outputs, [tensor], by_backend)
+
+
+def list_of_root(operation, tensors, like):
+    """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
+    if operation.rank != operation.root:
+        if tensors:
+            got = f"{operation.name} got a list on rank {operation.rank} of the group"
+            raise ValueError(f"{got}; only the root, rank {operation.root}, has one")
+        return []
+    tensors = one_per_rank(operation, tensors)
+    for tensor in tensors:
+        check_fits(tensor, like, tensor.numel(), like.numel())
+    return tensors
+
+
+def one_per_rank(operation, tensors):
+    """Return the list of tensors, or raise ValueError unless it has one for each rank."""
+    tensors = tensors or []
+    if len(tensors) != operation.world_size:
+        expected = f"world_size={operation.world_size}"
+        raise ValueError(f"{operation.name} got a list of {len(tensors)} tensors, not {expected}")
+    return tensors
 
 
 def barrier(group=None):
@@ -1426,6 +1463,26 @@ def barrier(group=None):
     token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
     all_reduce(token, group=group)
     token.tolist()  # on CUDA the host waits here
+
+
+# ---- the backend's own collectives ---------------------------------------------------------------
+
+
+def set_backend_collectives(group=None):
+    """Let the backend run the group's collectives. count_bytes() rejects these.
+
+    Exceptions are reduce(), and all_gather() of unequal lengths, which gloo does not support.
+    """
+    membership(group, "set_backend_collectives").by_backend = dist.get_world_size(group) > 1
+
+
+def backend_function(name):
+    """Return torch.distributed's function for the collective `name`, also in torch 2.11."""
+    older = {
+        "all_gather_single": "all_gather_into_tensor",
+        "reduce_scatter_single": "reduce_scatter_tensor",
+    }
+    return getattr(dist, name if hasattr(dist, name) else older[name])
 
 
 # ---- processes, objects --------------------------------------------------------------------------
@@ -1458,28 +1515,6 @@ def _run_rank(rank, world_size, init_method, function):
     function()
     barrier()  # so that no rank closes connections that another still reads from
     dist.destroy_process_group()
-
-
-def set_ranks_per_node(ranks_per_node, group=None):
-    """Set how many consecutive ranks share a node. A number < P that does not divide P means 1.
-
-    All ranks must pass the same number, or they would choose unlike algorithms. If nodes may have
-    different numbers of ranks, call agree_on_ranks_per_node() instead.
-    """
-    members = membership(group, "set_ranks_per_node")
-    ranks = min(ranks_per_node, len(members.ranks))
-    members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
-
-
-def agree_on_ranks_per_node(ranks_on_this_node, group=None):
-    """Set and return how many consecutive ranks always share a node. Collective.
-
-    It is the greatest common divisor of what the ranks pass: 2 for nodes of 2 and of 4 ranks.
-    """
-    ranks_per_node = math.gcd(*gather_objects(ranks_on_this_node, group))
-    ranks_per_node = min(ranks_per_node, dist.get_world_size(group))
-    set_ranks_per_node(ranks_per_node, group)
-    return ranks_per_node
 
 
 def gather_objects(value, group=None):
@@ -1527,28 +1562,6 @@ def ranks_in_both(group, other):
     return set(groups[0].ranks).intersection(groups[1].ranks)
 
 
-def list_of_root(operation, tensors, like):
-    """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
-    if operation.rank != operation.root:
-        if tensors:
-            got = f"{operation.name} got a list on rank {operation.rank} of the group"
-            raise ValueError(f"{got}; only the root, rank {operation.root}, has one")
-        return []
-    tensors = one_per_rank(operation, tensors)
-    for tensor in tensors:
-        check_fits(tensor, like, tensor.numel(), like.numel())
-    return tensors
-
-
-def one_per_rank(operation, tensors):
-    """Return the list of tensors, or raise ValueError unless it has one for each rank."""
-    tensors = tensors or []
-    if len(tensors) != operation.world_size:
-        expected = f"world_size={operation.world_size}"
-        raise ValueError(f"{operation.name} got a list of {len(tensors)} tensors, not {expected}")
-    return tensors
-
-
 def autocasted(x):
     """Return x as autocast would hand it to a matrix product."""
     device = x.device.type
@@ -1578,3 +1591,5 @@ def _demonstrate():
 
 if __name__ == "__main__":
     run_ranks(_demonstrate)
+
+

@@ -715,17 +715,23 @@ def check_replicated(module, named, groups_of, axes):
     groups_of: a function that returns the groups over which a parameter would be replicated.
     axes: this rank's group along each axis of the grid of all ranks that make this call.
     """
-    split_over = {}  # {parameter: the group whose ranks have its parts}
-    for part in module.modules():
-        shards = getattr(part, "shards", None)
-        for name, parameter in part._parameters.items():
-            if isinstance(shards, dict) and name in shards:
-                split_over[parameter] = shards[name].group
+    split_over = groups_of_shards(module)
     fault = ""
     for name, parameter in named:
         if parameter in split_over and not fault:
             fault = fault_of_replicas(repr(name), groups_of(parameter), split_over[parameter])
     raise_on_all_ranks(fault, axes)
+
+
+def groups_of_shards(module):
+    """Return {parameter: the group over which tensor_parallel.py has split it}."""
+    split_over = {}
+    for part in module.modules():
+        shards = getattr(part, "shards", None)
+        for name, parameter in part._parameters.items():
+            if isinstance(shards, dict) and name in shards:
+                split_over[parameter] = shards[name].group
+    return split_over
 
 
 def fault_of_replicas(name, groups, split_over):
@@ -813,6 +819,7 @@ def get_total_norm(tensors, groups=()):
     tensors: at least one on each rank. The norm of several tensors may be passed instead of them.
     groups: squares are summed over each group in turn; its ranks must hold different tensors.
     """
+    tensors = [tensor.detach() for tensor in tensors]  # plain, also if they are ZeRO's pieces
     norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # all tensors may be empty
     for dtype, same_dtype in _by_dtype(tensors):
         norms += _norms_of_parts(same_dtype, torch.promote_types(dtype, torch.float32))
@@ -853,6 +860,7 @@ def _norms_of_parts(tensors, dtype):
 def clip_grads_with_norm_(tensors, max_norm, total_norm):
     """Scale gradients to a norm of at most `max_norm`. PyTorch's version takes parameters."""
     coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
+    tensors = [tensor.detach() for tensor in tensors]  # plain, also if they are ZeRO's pieces
     for dtype, same_dtype in _by_dtype(tensors):
         # CPUs multiply 16-bit elements in fp32, so the coefficient need not be rounded to 16 bits
         torch._foreach_mul_(same_dtype, coefficient.to(torch.promote_types(dtype, torch.float32)))

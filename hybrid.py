@@ -609,7 +609,7 @@ class Trainer:
             sum_gradients_over_tp(own, home.copies_group, check=not self.has_stepped)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
-        tied = [row.tensor.grad for row in self.placements if row.is_tied]
+        tied = [row.tensor.grad.detach() for row in self.placements if row.is_tied]
         if len(tied) == 2:  # embedding and head are on the same rank
             tied[0].add_(tied[1])
             tied[1].copy_(tied[0])
@@ -654,9 +654,6 @@ class Trainer:
             for row, layer in self.mixtures.items():
                 loads = tallies[row, : layer.num_experts]
                 layer.router.update_bias(loads * is_finite)  # loads that are all 0 change no bias
-        if self.args.zero:
-            for stage in self.stages:
-                stage.reshard()  # the gathered weights are out of date
 
     def batch_of(self, data, step, part="train"):
         """Return this rank's inputs and targets, (batch_size / dp, seq_len), of a batch of Data."""

@@ -60,7 +60,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -211,20 +211,25 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 
 # ==== upper floor =================================================================================
 #
-# All that follows generalises the three loops of one_f_one_b_step(). A schedule is data: it lists
-# in which order each rank goes forward and backward. A simulator times it, checks it and finds the
-# order of messages that fits, and one executor runs any schedule, with messages that travel while
-# ranks compute. A reader who wants the technique alone may stop here.
+# The two functions above are two schedules. Below, a schedule is data: lists of actions, one list
+# for each rank. schedule_step() runs any schedule, and its exchanges block. The rest adds to it:
+#
+#     schedules              nine of them, and what each costs
+#     simulator              the time of each action, and the order in which messages arrive
+#     program                the order in which a rank posts messages, computes and waits
+#     halves of a backward   layers whose weights' gradients are computed later, in idle time
+#     executor               Pipeline, the class to use: messages travel while ranks compute
+#     turns                  a forward and a backward that hide each other's messages to experts
 #
 # Schedules shorten the bubble in three ways. They divide a backward, so that the part for which no
-# other rank waits can fill idle slots; they cut a rank's layers into chunks, so that microbatches
+# other rank waits can fill idle time; they cut a rank's layers into chunks, so that microbatches
 # reach the last rank sooner; or they fill the pipeline from both ends.
 
 # ---- what a schedule is --------------------------------------------------------------------------
 
 
 class Action(NamedTuple):
-    """One item of a schedule: what a rank does with one microbatch in one chunk of its layers.
+    """What a rank does with one microbatch in one chunk of its layers.
 
     kind: "F" is a forward and "B" a backward. "I" and "W" are the halves of a backward. I computes
     the gradient of the stage's input, for which the previous stage waits. W computes the gradient
@@ -246,7 +251,8 @@ class Transfer(NamedTuple):
     """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
 
     action: the F that makes this output, or the B that makes this gradient. If the schedule has I
-    and W in place of B, the I makes the gradient, and the Transfer still names a B.
+    and W in place of B, the I makes the gradient, and the Transfer still names a B. If a rank has
+    several chunks, source and destination may be the same rank.
     """
 
     action: Action
@@ -255,17 +261,19 @@ class Transfer(NamedTuple):
 
 
 class Schedule(list):
-    """A list of actions per rank, and the routes of microbatches through ranks and chunks.
+    """A list of actions for each rank, and the route that microbatches take through the ranks.
 
-    routes: each lists the places (rank, chunk) that a forward visits, in order. The default is one
-        route, (0, 0), (1, 0), (2, 0) and so on. If there are two, the first half of the
-        microbatches take the first.
-    needed, made: {(action, rank): Transfer}, what an action needs before it begins and what it
-        makes. On rank 1, the first forward needs what rank 0 has made, so needed[F0, 1] and
-        made[F0, 0] are both Transfer(F0, 0, 1), if F0 is Action("F", 0). A W has neither. Where a
-        route begins, F needs nothing and B makes nothing; where it ends, F makes nothing and B
-        needs nothing.
-    pairs: a set of (F, rank), the forwards that take turns with the B that follows: see pair_up().
+    If F0 is Action("F", 0), one_f_one_b(2, 2) is [[F0, F1, B0, B1], [F0, B0, F1, B1]].
+
+    routes: a list of routes, mostly of one. A route lists the places (rank, chunk) that a forward
+        visits, in order; its backward visits them in reverse. The default is (0, 0), (1, 0), (2, 0)
+        and so on. With two routes, the first half of the microbatches takes the first.
+    needed, made: {(action, rank): Transfer}, what an action needs before it begins, and what it
+        makes. Rank 1's F0 needs what rank 0's F0 makes, so in the example needed[F0, 1] and
+        made[F0, 0] are both Transfer(F0, 0, 1). There is no entry where nothing is needed or made:
+        where a route begins, F needs nothing and B makes nothing; where it ends, F makes nothing
+        and B needs nothing; a W never needs or makes anything.
+    pairs: a set of (F, rank), for forwards that take turns with the next B: see pair_up().
 
     Raises ValueError if a rank has no actions.
     """
@@ -306,19 +314,117 @@ class Schedule(list):
                 self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
 
 
+def in_order(schedule):
+    """Yield (rank, [action]) for all ranks' actions, each after those that make what it needs.
+
+    The ranks take turns. In its turn, a rank performs its next action unless it must wait. A pair
+    is yielded as one list of two actions. Raises ValueError if a microbatch lacks an action,
+    repeats one or has them out of order, or if all ranks wait; the error then says at what.
+    """
+    _check_actions(schedule)
+    remaining = [deque(schedule.singles_and_pairs(rank)) for rank in range(len(schedule))]
+    made = {None}  # needed.get() returns None for an action that needs nothing
+    while any(remaining):
+        progress = False
+        for rank, lists in enumerate(remaining):
+            if lists and all(schedule.needed.get((action, rank)) in made for action in lists[0]):
+                together = lists.popleft()
+                yield rank, together
+                made.update(schedule.made.get((action, rank)) for action in together)
+                progress = True
+        if not progress:
+            stuck = [(rank, lists[0][0]) for rank, lists in enumerate(remaining) if lists]
+            where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
+            raise ValueError(f"the schedule cannot finish: {where} waiting for missing inputs")
+
+
+def _check_actions(schedule):
+    """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
+    kinds = defaultdict(str)
+    for rank, actions in enumerate(schedule):
+        for kind, microbatch, chunk in actions:
+            kinds[rank, microbatch, chunk] += kind
+    allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
+    for microbatch in range(schedule.num_microbatches):
+        for rank, chunk in schedule.route(microbatch):
+            if (performed := kinds.pop((rank, microbatch, chunk), "")) not in allowed:
+                where = f"rank {rank}, {microbatch=}, {chunk=}"
+                raise ValueError(f"{where}: {performed!r} is none of {allowed}")
+    if kinds:
+        raise ValueError(f"(rank, microbatch, chunk) on no route: {list(kinds)}")
+
+
+# ---- any schedule, one exchange at a time --------------------------------------------------------
+#
+# All ranks go through one list of all ranks' actions. A rank performs those that are its own. If
+# one makes what another rank needs, these two ranks exchange it before they go on. So no rank waits
+# forever: of all exchanges that are not done, take the first in the list. Both of its ranks have
+# done whatever the list has before it, so both come to it.
+
+
+def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
+    """One step of any schedule: gpipe_step() and one_f_one_b_step() made general.
+
+        stages = chunks[rank]  # this rank's modules: one, or two for zb_v(), which is below
+        losses = schedule_step(stages, zb_v(p, m), inputs.chunk(m), targets.chunk(m), loss_fn, like)
+
+    inputs, targets, loss_fn: as in gpipe_step(), but ranks where no route begins need no inputs.
+    like: a tensor with the shape, dtype and device that everything has that ranks send.
+
+    Layers of torch.nn compute the gradients of input and weights together. So here an I is a whole
+    backward, and a W does nothing. Returns the losses of microbatches whose routes end here.
+    """
+    rank, _ = rank_and_size(group)
+    arrived = {}  # {Transfer: tensor}, until an action uses it
+    passes = {}  # {(microbatch, chunk): (input, output)}, as in gpipe_step()
+    losses = []
+
+    def perform(action, received):
+        if action.kind == "W":
+            return None
+        if action.kind != "F":
+            x, output = passes.pop(action.key)
+            output.backward(received)  # None where a route ends: there, output is the loss
+            return x.grad
+        x = inputs[action.microbatch] if received is None else received.requires_grad_()
+        output = stages[action.chunk](x)
+        if (rank, action.chunk) == schedule.route(action.microbatch)[-1]:
+            output = loss_fn(output, targets[action.microbatch])
+            losses.append(output.detach())
+        passes[action.key] = x, output
+        return output.detach().contiguous()  # as messages must be
+
+    actions = [(actor, action) for actor, together in in_order(schedule) for action in together]
+    for actor, action in actions:
+        if actor == rank:
+            needed = schedule.needed.get((action, rank))
+            result = perform(action, arrived.pop(needed, None))
+        made = schedule.made.get((action, actor))
+        if made is None:
+            continue
+        if rank == made.source == made.destination:
+            arrived[made] = result  # for another chunk of this rank
+        elif rank == made.source:
+            exchange([(result, made.destination)], [], group)
+        elif rank == made.destination:
+            arrived[made] = like.new_empty(like.shape)
+            exchange([], [(arrived[made], made.source)], group)
+    return losses
+
+
 # ---- schedules -----------------------------------------------------------------------------------
 #
 # p = num_stages is the number of ranks, even if a rank has several stages, called chunks; m is
-# num_microbatches. The table SCHEDULES, below these functions, says what each schedule costs, and
-# gives it the name by which the command and hybrid.py know it.
+# num_microbatches. SCHEDULES, below these functions, has the name by which the command and
+# hybrid.py know each, and claim() says what it costs.
 
 
 def _actions(letters, *microbatches):
     """Return the actions that letters spell: F B I W act on chunk 0, f b i w on chunk 1.
 
-    microbatches: one sequence per chunk. Each letter takes the first microbatch of its chunk that
-    has not had an action of this kind; a B counts as an I and a W. So "FFIWB" is F0 F1 I0 W0 B1. A
-    letter is skipped if all microbatches have had such an action.
+    microbatches: one sequence per chunk. Each letter takes the next microbatch of its chunk that
+    has not had an action of this kind, where a B counts as an I and a W: "FFIWB" is F0 F1 I0 W0 B1.
+    If there is none, the letter is skipped: "FBFBFB" is F0 B0 F1 B1 for two microbatches.
     """
     actions = []
     turns = Counter()
@@ -359,7 +465,7 @@ def one_f_one_b(num_stages, num_microbatches):
         rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
     """
     p, m = num_stages, num_microbatches
-    # The Fs run out before "FB" * m ends. From there on "FB" acts as "B": the cooldown.
+    # Once all microbatches have had their F, "FB" stands for "B": the cooldown.
     return _schedule(p, m, lambda rank: "F" * (p - rank - 1) + "FB" * m)
 
 
@@ -398,7 +504,7 @@ def zb_h1(num_stages, num_microbatches):
         rank 3   F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
     """
     p, m = num_stages, num_microbatches
-    # In "IWF" * m the Fs run out first, then the Is: "IWF" acts as "IW", and then as "W".
+    # Once all microbatches have had their F, "IWF" stands for "IW"; later, after all Is, for "W".
     return _schedule(p, m, lambda rank: "F" * (p - rank) + "IF" * rank + "IWF" * m)
 
 
@@ -498,150 +604,111 @@ def dualpipe_v(num_stages, num_microbatches):
 def _dualpipe_letters(rank, p, per_end):
     """Spell the eight steps of DeepSeek's schedule. per_end: microbatches from each end.
 
-    On rank 1 of p = 8, with 8 from each end, the steps are FFFF FfFf iwfiwf FbfBFbfB bfBbfB bBiI
-    wIWI WW.
+    Capitals stand for microbatches from the end that is nearer to the rank, whichever chunk they
+    use; the comments show rank 1 of p = 8 with 8 microbatches from each end.
     """
-    depth = min(rank, p - 1 - rank)  # the distance to the nearer end, 0 on the first and last rank
-    inner = p // 2 - 1 - depth  # the number of ranks between this one and the middle
+    depth = min(rank, p - 1 - rank)  # the distance to the nearer end, here 1
+    inner = p // 2 - 1 - depth  # the ranks between this one and the middle, here 2
+    # Step 6 is "bBbB" with its second half divided: bB, and iI, whose Ws come later.
     backwards = "bB" * (depth + 1)
-    # Step 6 has depth + 1 whole backwards and as many Is. Then follow the Ws of these Is and of
-    # those of step 7, in the same order.
-    full = backwards[: depth + 1]
-    halved = backwards[depth + 1 :].translate(str.maketrans("bB", "iI"))
-    deferred = (halved + "I" * inner).translate(str.maketrans("iI", "wW"))
-    # In the steps, capitals stand for microbatches from the nearer end, whichever chunk they use.
+    whole = backwards[: depth + 1]
+    divided = backwards[depth + 1 :].replace("b", "i").replace("B", "I")
+    # The Ws of these Is and of those in step 7, in the same order: wW WW.
+    deferred = (divided + "I" * inner).replace("i", "w").replace("I", "W")
     letters = (
-        "F" * (2 * inner)  # step 1: fill the ranks up to the middle
-        + "Ff" * (depth + 1)  # step 2: microbatches from the other end arrive, too
-        + "iwf" * inner  # step 3: I before W, because another rank waits for the I
-        + "FbfB" * (per_end - p + depth + 1)  # step 4, the main one: forwards beside backwards
-        + "bfB" * inner  # step 5: all forwards from the nearer end are done
-        + (full + halved)  # step 6: all forwards are done; the second half defers its Ws
-        + "".join(weight + "I" for weight in deferred[:inner])  # step 7: W while a gradient arrives
-        + deferred[inner:]  # step 8: the Ws that are left
+        "F" * (2 * inner)  # 1, FFFF: fill the ranks up to the middle
+        + "Ff" * (depth + 1)  # 2, FfFf: microbatches from the other end arrive, too
+        + "iwf" * inner  # 3, iwfiwf: I before W, because another rank waits for the I
+        + "FbfB" * (per_end - p + depth + 1)  # 4, FbfBFbfB: the main one, forwards beside backwards
+        + "bfB" * inner  # 5, bfBbfB: all forwards from the nearer end are done
+        + (whole + divided)  # 6, bBiI: all forwards are done
+        + "".join(weight + "I" for weight in deferred[:inner])  # 7, wIWI: W, and a gradient arrives
+        + deferred[inner:]  # 8, WW: the Ws that are left
     )
-    return letters if rank < p // 2 else letters.swapcase()  # now capitals act on chunk 0
-
-
-def pair_up(schedule):
-    """Make a pair of each F and the B of another chunk that follows it; return the schedule.
-
-    This is what DualPipe is for: the two passes of a pair take turns (see Turns), so that one
-    computes while the other's tokens travel to experts and back. A pair begins when the inputs of
-    both have arrived, and sends both results at its end. dualpipe() and dualpipe_v() can finish
-    with pairs. Their bubbles are then at most what the table says if F <= I, and otherwise up to
-    (p/2-1)(F-I) more, for dualpipe_v (p-1)(F-I)/2. A pair pays only if its passes take less time in
-    turns than one after the other, as they do if messages take long. The F and B of 1F1B are of
-    one chunk, on the last rank even of one microbatch. To pair them, 1F1B would need a warm-up of
-    2(p-r)-1 forwards in place of p-r-1, and hold twice the activations.
-    """
-    for rank, actions in enumerate(schedule):
-        for action, following in zip(actions, actions[1:]):
-            if action.kind + following.kind == "FB" and action.chunk != following.chunk:
-                schedule.pairs.add((action, rank))
-    return schedule
+    return letters if rank < p // 2 else letters.swapcase()  # the nearer end's are of chunk 1 here
 
 
 # ---- what the schedules cost ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ScheduleKind:
-    """A function that makes Schedules, and what they cost a rank, as expressions of these letters:
+class ScheduleKind(NamedTuple):
+    """A function that makes Schedules; calling a ScheduleKind calls it.
 
-        p, m, v      the stages, the microbatches, and the chunks that share a rank's layers
-        F, B, I, W   a microbatch's times in all layers of a rank (dualpipe: in one chunk); B = I+W
-        r            the rank
-
-    bubble: the rank's idle time. If `staggered`, time counts from its first to its last action.
-    peak: the most microbatches whose activations it holds at a time, from their F to their B or W.
-        One that two chunks hold counts twice. In zb-v, some ranks hold fewer if m < 2p.
-    sizes, times: for which p and m, and for which F, B, I and W, the bubble is this. In zb-h2, zb-v
-        and the two dualpipes it is this at most. Outside of `sizes`, interleaved, dualpipe and
-        dualpipe-v raise ValueError.
-    v: the number of chunks that share a rank's layers (those of dualpipe's two chunks are two
-        replicas); None if the caller chooses it.
-
-    Calling a ScheduleKind calls its function.
+    v: the number of chunks that share a rank's layers, or None if the caller chooses it. It is 1
+        for dualpipe, whose two chunks are stages of two replicas.
+    is_staggered: whether claim() counts a rank's idle time from its first to its last action only.
     """
 
     make: Callable
-    bubble: str
-    peak: str
-    sizes: str = "m >= 1"
-    times: str = "any"
     v: int | None = 1
-    staggered: bool = False
+    is_staggered: bool = False
 
     def __call__(self, num_stages, num_microbatches, *num_chunks):
         return self.make(num_stages, num_microbatches, *num_chunks)
 
 
 SCHEDULES = {
-    "naive": ScheduleKind(naive, bubble="(p-1) * m * (F+B)", peak="1"),
-    "gpipe": ScheduleKind(gpipe, bubble="(p-1) * (F+B)", peak="m"),
-    "1f1b": ScheduleKind(one_f_one_b, bubble="(p-1) * (F+B)", peak="min(m, p-r)"),
-    "interleaved": ScheduleKind(
-        interleaved, bubble="(p-1) * (F+B) / v", peak="min(2*(p-r-1) + (v-1)*p + 1, m*v)",
-        sizes="m % p == 0", v=None,
-    ),
-    "zb-h1": ScheduleKind(
-        zb_h1, bubble="(p-1) * (F+B-2*W)", peak="min(m, p)", sizes="m >= p", times="W <= F, W <= I",
-    ),
-    "zb-h2": ScheduleKind(
-        zb_h2, bubble="(p-1) * (F+B-3*W)", peak="min(m, 2*p-1)",
-        sizes="m >= 2*p-1", times="W <= F, W <= I", staggered=True,
-    ),
-    "zb-v": ScheduleKind(
-        zb_v, bubble="(p-1) * (I-W)", peak="min(2*m, 2*p)",
-        sizes="m >= 2*p", times="W <= F <= I", v=2, staggered=True,
-    ),
-    "dualpipe": ScheduleKind(
-        dualpipe, bubble="(p/2-1) * (F+2*B-3*W)", peak="p+1",
-        sizes="m >= 2*p and p % 2 == m % 2 == 0", times="F <= B, W <= I",
-    ),
-    "dualpipe-v": ScheduleKind(
-        dualpipe_v, bubble="(p-1) * (F+2*B-3*W) / 2", peak="2*p+1",
-        sizes="m >= 2*p", times="F <= B, W <= I", v=2,
-    ),
+    "naive": ScheduleKind(naive),
+    "gpipe": ScheduleKind(gpipe),
+    "1f1b": ScheduleKind(one_f_one_b),
+    "interleaved": ScheduleKind(interleaved, v=None),
+    "zb-h1": ScheduleKind(zb_h1),
+    "zb-h2": ScheduleKind(zb_h2, is_staggered=True),
+    "zb-v": ScheduleKind(zb_v, v=2, is_staggered=True),
+    "dualpipe": ScheduleKind(dualpipe),
+    "dualpipe-v": ScheduleKind(dualpipe_v, v=2),
 }
 
 
-@lru_cache(maxsize=None)
-def _compiled(expression):
-    return compile(expression, expression, "eval")
+class Claim(NamedTuple):
+    """What a schedule costs a rank.
+
+    bubble: the rank's idle time, in the unit of the times that claim() is given.
+    peak: the most activations that it holds at a time, from F to B or W. The unit is those of a
+        microbatch in 1/p of the model's layers.
+    holds: whether the bubble holds for these p and m.
+    """
+
+    bubble: float
+    peak: float
+    holds: bool
 
 
-def _value(expression, num_stages, num_microbatches, num_chunks=2, **letters):
-    letters |= {"p": num_stages, "m": num_microbatches, "v": num_chunks, "min": min}
-    return eval(_compiled(expression), {}, letters)
-
-
-def formulas_hold(name, num_stages, num_microbatches):
-    """Return whether the formulas of SCHEDULES[name] hold for these sizes."""
-    return bool(_value(SCHEDULES[name].sizes, num_stages, num_microbatches))
-
-
-def bubble_time(
-    name, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
+def claim(
+    name, num_stages, num_microbatches, num_chunks=2, rank=0, forward=1.0, backward=2.0, weight=1.0
 ):
-    """Return the bubble that SCHEDULES[name] claims.
+    """Return what a schedule of SCHEDULES costs by the formulas of its paper.
 
-    forward, backward, weight: F, B and W in the table.
+    num_chunks: what the caller of interleaved() chooses. rank: the peak is largest on rank 0.
+    forward, backward, weight: a microbatch's times in all layers of a rank (dualpipe: in one
+        chunk); weight is the part of backward that is W.
+
+    The bubble holds for all times in the first four rows, if W <= F and W <= I in the next two, if
+    W <= F <= I in zb-v, and if F <= B and W <= I in the last two. In zb-h2, zb-v and the two
+    dualpipes it is this at most. The peak of zb-v is this at most if m < 2p.
     """
-    times = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
-    formula = SCHEDULES[name].bubble
-    return _value(formula, num_stages, num_microbatches, num_chunks, **times)
-
-
-def peak_activations(name, num_stages, num_microbatches, num_chunks=2, rank=0):
-    """Return the peak that SCHEDULES[name] claims. It is largest on rank 0.
-
-    The unit is a microbatch's activations in 1/p of the layers.
-    """
-    kind = SCHEDULES[name]
-    v = kind.v or num_chunks
-    return _value(kind.peak, num_stages, num_microbatches, v, r=rank) / v
+    p = num_stages
+    m = num_microbatches
+    v = num_chunks
+    F = forward
+    B = backward
+    W = weight
+    I = B - W
+    begun = min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)  # in chunks, each 1/v of the layers
+    claims = {
+        "naive": Claim((p - 1) * m * (F + B), 1, True),
+        "gpipe": Claim((p - 1) * (F + B), m, True),
+        "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
+        "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
+        "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
+        "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
+        "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
+        "dualpipe": Claim(
+            (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
+        ),
+        "dualpipe-v": Claim((p - 1) * (F + 2 * B - 3 * W) / 2, p + 1 / 2, m >= 2 * p),
+    }
+    return claims[name]
 
 
 def pipeline_bytes(rank, num_stages, num_microbatches, microbatch_bytes):
@@ -671,38 +738,24 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
 
     forward, backward: times of F and B of one chunk. weight: the part of B that is W. message: the
     time a tensor travels between ranks. A pair takes F + B, as if its B followed its F. Raises
-    ValueError if a microbatch lacks an action, repeats one or has them out of order, or if the
-    schedule cannot finish; the error says where ranks wait.
+    ValueError where in_order() does.
     """
-    _check_actions(schedule)
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
-    start, end = [{} for _ in schedule], [{} for _ in schedule]
-    remaining = [deque(schedule.singles_and_pairs(rank)) for rank in range(len(schedule))]
+    start = [{} for _ in schedule]
+    end = [{} for _ in schedule]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
-    arrived = {None: 0.0}  # {Transfer: time}; None is the key for actions that need no Transfer
-    progress = True
-    while progress:
-        progress = False
-        for rank, lists in enumerate(remaining):
-            while lists:
-                needed = [schedule.needed.get((action, rank)) for action in lists[0]]
-                if not all(transfer in arrived for transfer in needed):
-                    break
-                together = lists.popleft()
-                now = max(free[rank], *[arrived[transfer] for transfer in needed])
-                for action in together:
-                    start[rank][action] = now
-                    now += duration[action.kind]
-                    end[rank][action] = now
-                free[rank] = now
-                for action in together:
-                    if made := schedule.made.get((action, rank)):
-                        arrived[made] = now + (message if made.destination != rank else 0)
-                progress = True
-    if any(remaining):
-        stuck = [(rank, lists[0][0]) for rank, lists in enumerate(remaining) if lists]
-        where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
-        raise ValueError(f"the schedule cannot finish: {where} waiting for missing inputs")
+    arrived = {None: 0.0}  # {Transfer: time}; None stands for what an action does not need
+    for rank, together in in_order(schedule):
+        needed = [schedule.needed.get((action, rank)) for action in together]
+        now = max(free[rank], *[arrived[transfer] for transfer in needed])
+        for action in together:
+            start[rank][action] = now
+            now += duration[action.kind]
+            end[rank][action] = now
+        free[rank] = now
+        for action in together:
+            if made := schedule.made.get((action, rank)):
+                arrived[made] = now + (message if made.destination != rank else 0)
     work = [sum(duration[action.kind] for action in actions) for actions in schedule]
     bubble = [max(free) - busy for busy in work]
     idle = [last - min(begun.values()) - busy for last, begun, busy in zip(free, start, work)]
@@ -712,22 +765,6 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     transfers = [t for t in arrived if t is not None and t.source != t.destination]
     transfers.sort(key=lambda transfer: (arrived[transfer], transfer))
     return Timeline(start, end, max(free), bubble, idle, peak, transfers)
-
-
-def _check_actions(schedule):
-    """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
-    kinds = defaultdict(str)
-    for rank, actions in enumerate(schedule):
-        for kind, microbatch, chunk in actions:
-            kinds[rank, microbatch, chunk] += kind
-    allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
-    for microbatch in range(schedule.num_microbatches):
-        for rank, chunk in schedule.route(microbatch):
-            if (performed := kinds.pop((rank, microbatch, chunk), "")) not in allowed:
-                where = f"rank {rank}, {microbatch=}, {chunk=}"
-                raise ValueError(f"{where}: {performed!r} is none of {allowed}")
-    if kinds:
-        raise ValueError(f"(rank, microbatch, chunk) on no route: {list(kinds)}")
 
 
 def draw(schedule):
@@ -747,11 +784,17 @@ def draw(schedule):
 
 # ---- the program of a rank -----------------------------------------------------------------------
 #
-# Transfers have one global order, and each rank posts its own in this order. It posts a send when
-# its earlier transfers are posted and the tensor is made. At most as many receives as there are
-# ranks are posted and not waited for, or more if an action needs a later one. Then no rank waits
-# forever, whether a message waits for its own receive alone (gloo) or also for all that its ranks
-# posted before it (NCCL). Proof:
+# In schedule_step() a rank waits for each message. Here it posts messages ahead and goes on, and it
+# waits for a message only when an action needs it. All transfers have one global order, and each
+# rank posts its own in this order:
+#
+#     a send      once its tensor is made and all earlier transfers of the rank are posted
+#     a receive   once all earlier ones are posted. At most p receives are pending, that is, posted
+#                 and not waited for, where p is the number of ranks. But if the next action needs a
+#                 later one, all up to that one are posted
+#
+# Then no rank waits forever, whether a message waits for its own receive alone (gloo) or also for
+# all that its two ranks posted before it (NCCL). Proof:
 #
 #     1. Suppose that some transfers are never done. Take the first of them: all earlier ones are.
 #     2. In the simulation, what a rank needs for an action arrives before what the action makes.
@@ -785,24 +828,24 @@ def program(schedule, rank):
     arriving = set()
 
     def post(needed=None):
-        """Post the transfers that come next, up to a send whose tensor is yet to be made."""
+        """Post the next transfers, up to a send that is not made, or a receive that is too early.
+
+        needed: the transfer that the next action needs; its receive is never too early.
+        """
         while unposted:
             transfer = unposted[0]
-            is_receive = transfer.destination == rank
-            # later receives can wait, unless the action needs one that is not posted yet
-            if is_receive and len(arriving) >= most and needed not in unposted:
-                return
-            if not is_receive and transfer not in made:
-                return
-            unposted.popleft()
-            if is_receive:
-                arriving.add(transfer)
+            if transfer.destination == rank:
+                if len(arriving) >= most and needed not in unposted:
+                    return
+                arriving.add(unposted.popleft())
                 yield "receive", transfer
-                continue
-            sent.append(transfer)
-            yield "send", transfer
-            if len(sent) > most:
-                yield "wait", sent.popleft()
+            else:
+                if transfer not in made:
+                    return
+                sent.append(unposted.popleft())
+                yield "send", transfer
+                if len(sent) > most:
+                    yield "wait", sent.popleft()
 
     yield from post()
     for together in schedule.singles_and_pairs(rank):
@@ -820,6 +863,12 @@ def program(schedule, rank):
 
 
 # ---- the halves of a backward --------------------------------------------------------------------
+#
+# Autograd computes the gradients of input and weights in one backward. To leave those of weights
+# for later, a layer must help: during an I, it gives the products for its weights to the
+# Pipeline's WeightGradStore, which computes them in W. The layers of tensor_parallel.py do so. In
+# stages of your own, DeferredLinear does so in the place of nn.Linear. All other layers compute
+# their weights' gradients in I.
 
 
 class WeightGradStore:
@@ -828,10 +877,11 @@ class WeightGradStore:
     The store is open during an I. A layer may then call put(parameter, product) and return no
     gradient for the parameter; W calls product() to compute it.
 
-    accumulates: true in B, I and W, in which layers of tensor_parallel.py save passes over a
-        weight's gradient. They write it where weight.lend_gradient() says (see zero.FlatParameter),
-        or add it to .grad and return none. Hooks that wait for the gradient run in any case. A hook
-        on a node of the graph sees a lent sum so far, and no hook may call torch.autograd.grad().
+    accumulates: true in B, I and W. A layer of tensor_parallel.py then saves a pass over a weight's
+        gradient: it adds its product to .grad, or writes it where weight.lend_gradient() says (see
+        zero.FlatParameter), instead of returning it to be added. The weight's hooks run all the
+        same, except that a hook on a node of the graph sees a lent sum so far. No hook may call
+        torch.autograd.grad().
     """
 
     products = None
@@ -857,9 +907,13 @@ class WeightGradStore:
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer that can defer its weight's gradient to W. defer: a WeightGradStore.
+    """nn.Linear for stages of your own, whose weight's gradient can wait until W.
 
-    It is the plain form of what the layers of tensor_parallel.py do.
+    defer: the WeightGradStore that the Pipeline of these stages has, too:
+
+        store = WeightGradStore()
+        stage = nn.Sequential(DeferredLinear(512, 512, defer=store), nn.GELU())
+        pipeline = Pipeline(stage, zb_h1(4, 8), loss_fn, shape=(2, 128, 512), defer=store)
     """
 
     def __init__(self, *sizes, defer):
@@ -923,124 +977,10 @@ def _add_products(products):
     torch.autograd.backward(roots)
 
 
-# ---- two passes in turns -------------------------------------------------------------------------
-
-
-class Turns:
-    """Lets a forward and a backward take turns, so that one computes while the other's rows travel.
-
-    The backward has a thread of its own, but only one of the two runs at a time. A layer that
-    has posted a message calls hand_over() before it waits for it, and the call returns when the
-    other pass has come to its own next wait, or to its end. So ranks that run the same two passes
-    post their messages in the same order, and a GPU has the kernels of both in one stream. The
-    backward begins, since its first message follows hardly any work. Here, a layer of experts sends
-    its rows to experts (dispatch) and back (combine), one line after the other:
-
-        backward   posts combine's gradients
-        forward    attention, router, posts dispatch        beside combine's gradients
-        backward   experts, posts dispatch's gradients      beside dispatch
-        forward    experts, posts combine                   beside dispatch's gradients
-        backward   router, attention, the layer before      beside combine
-
-    On a GPU, autograd runs a backward's nodes in a thread of its own, which waits in hand_over().
-    So the forward must not call backward(), and two backwards cannot take turns.
-    """
-
-    def __init__(self):
-        self.device = None
-        self.may_run = []  # a semaphore for each pass; 0 is the forward, 1 the backward
-        self.states = []  # the random states of each pass
-        self.running = 0  # passes that have begun and not ended
-        self.turn = 0  # whose turn it is
-        self.errors = []
-
-    def together(self, forward, backward, device=None):
-        """Call forward() in this thread, and in turns with it backward() in another.
-
-        If one fails, the other fails at its next turn; the first error is raised here. device: that
-        of the tensors (None is the default). Its random generators belong to the process, and a
-        recomputation in backward sets them back for a while. So each pass has states of its own,
-        and afterwards the states are those of the forward.
-        """
-        self.device = torch.device(device or torch.get_default_device())
-        self.may_run = [threading.Semaphore(0), threading.Semaphore(0)]
-        self.states = [self._random_states(), self._random_states()]
-        self.running = 2
-        self.errors = []
-        modes = modes_of_thread(self.device)
-        thread = threading.Thread(target=self._run, args=(1, backward, modes), daemon=True)
-        thread.start()
-        self.may_run[1].release()
-        self._run(0, forward, nullcontext())
-        thread.join()
-        self._set_random_states(0)
-        errors = self.errors
-        self.errors = []
-        if errors:
-            raise errors[0]
-
-    def hand_over(self):
-        """Let the other pass run until it hands over, or ends. Without another, return at once."""
-        if self.running == 2:
-            own = self.turn
-            self._end_turn(own)
-            self._begin_turn(own)
-        if self.errors:
-            raise RuntimeError("the pass that takes turns with this one has failed")
-
-    def _run(self, number, task, modes):
-        try:
-            self._begin_turn(number)
-            if not self.errors:
-                with modes:
-                    task()
-        except BaseException as error:
-            self.errors.append(error)
-        self.running -= 1
-        self._end_turn(number)
-
-    def _begin_turn(self, number):
-        self.may_run[number].acquire()
-        self.turn = number
-        self._set_random_states(number)
-
-    def _end_turn(self, number):
-        self.states[number] = self._random_states()
-        self.may_run[1 - number].release()
-
-    def _random_states(self):
-        states = [torch.get_rng_state()]
-        if self.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self.device))
-        return states
-
-    def _set_random_states(self, number):
-        torch.set_rng_state(self.states[number][0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(self.states[number][1], self.device)
-
-
-def modes_of_thread(device):
-    """Return a context manager, for another thread, with the modes that this thread has now."""
-    with_grad = torch.is_grad_enabled()
-    autocast = {"enabled": torch.is_autocast_enabled(device.type)}
-    autocast["dtype"] = torch.get_autocast_dtype(device.type)
-    autocast["cache_enabled"] = torch.is_autocast_cache_enabled()
-    stream = nullcontext()
-    if device.type == "cuda":
-        stream = torch.cuda.stream(torch.cuda.current_stream(device))
-
-    @contextmanager
-    def modes():
-        with torch.set_grad_enabled(with_grad), torch.autocast(device.type, **autocast), stream:
-            yield
-
-    return modes()
-
-
 # ---- executor ------------------------------------------------------------------------------------
 #
-# What a rank does in an action of a stage that is neither the first nor the last:
+# Pipeline.step() does what schedule_step() does, but a rank follows its program. In a stage that is
+# neither the first nor the last, an action means:
 #
 #     F   waits for x from the previous stage; runs the stage; keeps x and the graph of the output;
 #         sends the output to the next stage
@@ -1049,12 +989,14 @@ def modes_of_thread(device):
 #     I   does the same, but layers defer the products for weights, and keep what these need
 #     W   computes the deferred products and adds them to the parameters' gradients; no message
 #
-# On the last stage F also computes the loss from the output, and B begins at the loss. With data
-# parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or FullyShardedDataParallel
-# (zero.py). The program says which B or W starts the reduction of its gradients: the last one, or,
-# if sync_each is true, every one. The other backward actions run in no_sync(), as do all actions of
-# a step() that the caller runs inside no_sync(). If the schedule has Ws, the caller must call the
-# wrapper's finish_grad_sync() after a step() outside no_sync(), to wait for the reductions.
+# On the last stage F also computes the loss from the output, and B begins at the loss.
+#
+# With data parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or in
+# FullyShardedDataParallel (zero.py), which reduces gradients over replicas in a backward outside
+# no_sync(). So one B or W of a stage runs outside, the last one, or each if sync_each is true. The
+# others run in no_sync(), as do all actions of a step() that the caller runs in no_sync(). If the
+# schedule has Ws, the caller must call the wrapper's finish_grad_sync() after a step() outside
+# no_sync(), to wait for the reductions.
 
 
 class Pipeline:
@@ -1073,8 +1015,7 @@ class Pipeline:
     defer: the WeightGradStore to which layers of the stages defer products.
     sync_each: reduce gradients over replicas after each microbatch, as ZeRO-2 and ZeRO-3 do.
 
-    turns, an attribute, is the Turns of the schedule's pairs. Layers of the stages whose messages
-    should travel beside the other pass call turns.hand_over() while they do.
+    turns, an attribute, is the Turns of the schedule's pairs, if it has any: see pair_up().
 
     A stage may use torch.utils.checkpoint, as in the GPipe paper. DualPipe needs sum_replicas().
 
@@ -1088,9 +1029,11 @@ class Pipeline:
     ):
         self.rank, _ = rank_and_size(group)
         self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
-        self.schedule, self.loss_fn, self.group = schedule, loss_fn, group
+        self.schedule = schedule
+        self.loss_fn = loss_fn
+        self.group = group
         self.defer = defer or WeightGradStore()
-        self.turns = Turns()
+        self.turns = Turns(device)
         _check_schedule(schedule, self.stages, group)
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
@@ -1120,7 +1063,8 @@ class Pipeline:
             raise RuntimeError("an earlier step() failed: its messages are still pending")
         self.inputs = () if inputs is None else inputs.chunk(self.schedule.num_microbatches)
         self.targets = () if targets is None else targets.chunk(self.schedule.num_microbatches)
-        self.loss, self.loss_arguments = None, loss_arguments
+        self.loss = None
+        self.loss_arguments = loss_arguments
         self.saved = {}  # {(microbatch, chunk): (input, GradientEdge of the output)}
         self.deferred = defaultdict(list)  # {(microbatch, chunk): [(parameter, product)]}
         tensors = {}  # {Transfer: the tensor that an action made, or the buffer that receives it}
@@ -1146,8 +1090,7 @@ class Pipeline:
             elif len(subject) == 1:
                 do(*subject)
             else:
-                forward, backward = (partial(do, action) for action in subject)
-                self.turns.together(forward, backward, self.like["device"])
+                self.turns.together(*[partial(do, action) for action in subject])
         self.step_is_pending = False
         self.inputs = self.targets = self.loss_arguments = ()
         return self.loss
@@ -1264,6 +1207,145 @@ def _check_batches(pipeline, inputs, targets):
         raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
 
 
+# ---- two passes in turns -------------------------------------------------------------------------
+#
+# A layer of experts (expert_parallel.py) waits while its rows travel to experts on other ranks, and
+# again while they return. A forward and a backward of different microbatches can take turns, so
+# that one computes while the other's rows travel. pair_up() says which passes do so, and Turns runs
+# them.
+
+
+def pair_up(schedule):
+    """Make a pair of each F and the B of another chunk that follows it; return the schedule.
+
+    This is what DualPipe is for: the two passes of a pair take turns (see Turns), so that one
+    computes while the other's tokens travel to experts and back. A pair begins when the inputs of
+    both have arrived, and sends both results at its end. dualpipe() and dualpipe_v() can finish
+    with pairs. Their bubbles are then at most what the table says if F <= I, and otherwise up to
+    (p/2-1)(F-I) more, for dualpipe_v (p-1)(F-I)/2. A pair pays only if its passes take less time in
+    turns than one after the other, as they do if messages take long. The F and B of 1F1B are of
+    one chunk, on the last rank even of one microbatch. To pair them, 1F1B would need a warm-up of
+    2(p-r)-1 forwards in place of p-r-1, and hold twice the activations.
+    """
+    for rank, actions in enumerate(schedule):
+        for action, following in zip(actions, actions[1:]):
+            if action.kind + following.kind == "FB" and action.chunk != following.chunk:
+                schedule.pairs.add((action, rank))
+    return schedule
+
+
+class Turns:
+    """Lets a forward and a backward take turns, so that one computes while the other's rows travel.
+
+    The backward has a thread of its own, but only one of the two runs at a time. A layer that has
+    posted a message calls hand_over() before it waits for it, and the call returns when the other
+    pass has come to its own next wait, or to its end. So ranks that run the same two passes post
+    their messages in the same order, and a GPU has the kernels of both in one stream. The backward
+    begins, because its first message follows hardly any work. Here, a layer of experts sends its
+    rows to experts (dispatch) and back (combine), one line after the other:
+
+        backward   posts combine's gradients
+        forward    attention, router, posts dispatch        beside combine's gradients
+        backward   experts, posts dispatch's gradients      beside dispatch
+        forward    experts, posts combine                   beside dispatch's gradients
+        backward   router, attention, the layer before      beside combine
+
+    On a GPU, autograd runs a backward's nodes in a thread of its own, which waits in hand_over().
+    So the forward must not call backward(), and two backwards cannot take turns.
+
+    device: that of the tensors; None is PyTorch's default. Its random generators belong to the
+        process, and a recomputation in the backward sets them back for a while. So each pass has
+        random states of its own, and afterwards the generators have those of the forward.
+    """
+
+    def __init__(self, device=None):
+        self.device = torch.device(device or torch.get_default_device())
+        self.may_run = []  # a semaphore for each pass; 0 is the forward, 1 the backward
+        self.states = []  # the random states of each pass
+        self.running = 0  # passes that have begun and not ended
+        self.turn = 0  # whose turn it is
+        self.errors = []
+
+    def together(self, forward, backward):
+        """Call forward() in this thread, and in turns with it backward() in another.
+
+        If one fails, the other fails at its next turn; the first error is raised here.
+        """
+        self.may_run = [threading.Semaphore(0), threading.Semaphore(0)]
+        self.states = [self._random_states(), self._random_states()]
+        self.running = 2
+        self.errors = []
+        modes = modes_of_thread(self.device)
+        thread = threading.Thread(target=self._run, args=(1, backward, modes), daemon=True)
+        thread.start()
+        self.may_run[1].release()
+        self._run(0, forward, nullcontext())
+        thread.join()
+        self._set_random_states(0)
+        errors = self.errors
+        self.errors = []
+        if errors:
+            raise errors[0]
+
+    def hand_over(self):
+        """Let the other pass run until it hands over, or ends. Without another, return at once."""
+        if self.running == 2:
+            own = self.turn
+            self._end_turn(own)
+            self._begin_turn(own)
+        if self.errors:
+            raise RuntimeError("the pass that takes turns with this one has failed")
+
+    def _run(self, number, task, modes):
+        try:
+            self._begin_turn(number)
+            if not self.errors:
+                with modes:
+                    task()
+        except BaseException as error:
+            self.errors.append(error)
+        self.running -= 1
+        self._end_turn(number)
+
+    def _begin_turn(self, number):
+        self.may_run[number].acquire()
+        self.turn = number
+        self._set_random_states(number)
+
+    def _end_turn(self, number):
+        self.states[number] = self._random_states()
+        self.may_run[1 - number].release()
+
+    def _random_states(self):
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return states
+
+    def _set_random_states(self, number):
+        torch.set_rng_state(self.states[number][0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(self.states[number][1], self.device)
+
+
+def modes_of_thread(device):
+    """Return a context manager, for another thread, with the modes that this thread has now."""
+    with_grad = torch.is_grad_enabled()
+    autocast = {"enabled": torch.is_autocast_enabled(device.type)}
+    autocast["dtype"] = torch.get_autocast_dtype(device.type)
+    autocast["cache_enabled"] = torch.is_autocast_cache_enabled()
+    stream = nullcontext()
+    if device.type == "cuda":
+        stream = torch.cuda.stream(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def modes():
+        with torch.set_grad_enabled(with_grad), torch.autocast(device.type, **autocast), stream:
+            yield
+
+    return modes()
+
+
 # ---- replicas ------------------------------------------------------------------------------------
 
 
@@ -1281,7 +1363,8 @@ def sum_replicas(stages, group=None):
         for parameter in stage.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-    first, second = ([w.grad for w in stage.parameters() if w.requires_grad] for stage in stages)
+    grads_of = lambda stage: [w.grad.detach() for w in stage.parameters() if w.requires_grad]
+    first, second = map(grads_of, stages)
     if first + second:
         flat = torch.cat([grad.flatten() for grad in first + second])
         other = torch.empty_like(flat)
@@ -1318,41 +1401,35 @@ def _demonstrate():
         claimed = pipeline_bytes(rank, world_size, m, inputs.nbytes // m)
         if rank == 0:
             print(name)
-            _show(name, *figures(name, world_size, m))
+            _show(name, world_size, m)
             print(f"rank 0 sent {traffic.bytes()} bytes, claimed {claimed}")
             print(f"largest difference from one process's gradients: {error:.1e}\n")
 
 
-def figures(name, num_stages, num_microbatches):
-    """Return a schedule, its timeline, and (claimed, simulated) bubble and peak; F = I = W = 1.
+def measure(name, num_stages, num_microbatches):
+    """Return (bubble, peak, total time) of a simulation with F = I = W = 1, and 2 chunks if any.
 
-    interleaved has 2 chunks. The claimed bubble is None where the formula does not hold.
+    Bubble and peak are the largest of any rank, and in the units of claim().
     """
     kind = SCHEDULES[name]
-    schedule = kind(num_stages, num_microbatches)
     v = kind.v or 2
-    timeline = simulate(schedule, 1 / v, 2 / v, weight=1 / v)
-    bubble = max(timeline.idle if kind.staggered else timeline.bubble)
-    claimed = None
-    if formulas_hold(name, num_stages, num_microbatches):
-        claimed = bubble_time(name, num_stages, num_microbatches)
-    peaks = peak_activations(name, num_stages, num_microbatches), max(timeline.peak) / v
-    return schedule, timeline, (claimed, bubble), peaks
+    timeline = simulate(kind(num_stages, num_microbatches), 1 / v, 2 / v, weight=1 / v)
+    bubble = max(timeline.idle if kind.is_staggered else timeline.bubble)
+    return bubble, max(timeline.peak) / v, timeline.total
 
 
 PAIRED = "claimed for F and B in pairs, which send together; simulated without pairs"
 
 
-def _show(name, schedule, _, bubbles, peaks):
-    print(draw(schedule))
-    claimed, simulated = bubbles
-    claim = "no formula" if claimed is None else f"claimed {claimed:g}"
-    kind = SCHEDULES[name]
-    print(f"bubble {kind.bubble} for {kind.sizes} and times {kind.times}")
-    print(f"bubble if F = I = W = 1: {claim}, simulated {simulated:g}")
-    if claimed is not None and claimed > simulated:
+def _show(name, num_stages, num_microbatches):
+    print(draw(SCHEDULES[name](num_stages, num_microbatches)))
+    bubble, peak, _ = measure(name, num_stages, num_microbatches)
+    claimed = claim(name, num_stages, num_microbatches)
+    text = f"claimed {claimed.bubble:g}" if claimed.holds else "no formula"
+    print(f"bubble if F = I = W = 1: {text}, simulated {bubble:g}")
+    if claimed.holds and claimed.bubble > bubble:
         print(PAIRED)
-    print("peak activations, in microbatches: claimed {:g}, simulated {:g}".format(*peaks))
+    print(f"peak activations, in microbatches: claimed {claimed.peak:g}, simulated {peak:g}")
 
 
 def _compare(num_stages, num_microbatches):
@@ -1363,16 +1440,15 @@ def _compare(num_stages, num_microbatches):
     paired = []
     for name in SCHEDULES:
         try:
-            _, timeline, bubbles, peaks = figures(name, num_stages, num_microbatches)
+            bubble, peak, total = measure(name, num_stages, num_microbatches)
         except ValueError as error:
             print(f"{name:12}{error}")
             continue
-        claimed, simulated = bubbles
-        claim = "-" if claimed is None else f"{claimed:.1f}"
-        numbers = simulated, *peaks, timeline.total
-        print("{:12}{:>8}{:10.1f}{:14.1f}{:10.1f}{:9.1f}".format(name, claim, *numbers))
-        is_any_missing = is_any_missing or claimed is None
-        if claimed is not None and claimed > simulated:
+        claimed = claim(name, num_stages, num_microbatches)
+        text = f"{claimed.bubble:.1f}" if claimed.holds else "-"
+        print(f"{name:12}{text:>8}{bubble:10.1f}{claimed.peak:14.1f}{peak:10.1f}{total:9.1f}")
+        is_any_missing = is_any_missing or not claimed.holds
+        if claimed.holds and claimed.bubble > bubble:
             paired.append(name)
     if paired:
         print(f"\n{', '.join(paired)}: {PAIRED}")
@@ -1394,7 +1470,7 @@ def main():
         _compare(args.stages, args.microbatches)
         return
     try:
-        _show(args.schedule, *figures(args.schedule, args.stages, args.microbatches))
+        _show(args.schedule, args.stages, args.microbatches)
     except ValueError as error:
         parser.error(str(error))
 

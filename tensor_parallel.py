@@ -648,7 +648,7 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-    gradients = [parameter.grad for parameter in parameters]
+    gradients = [parameter.grad.detach() for parameter in parameters]
     flat = torch.cat([grad.flatten() for grad in gradients])  # in their widest dtype
     all_reduce(flat, group=group)
     sums = flat.split([grad.numel() for grad in gradients])
@@ -694,7 +694,7 @@ def _distances_from_mean(parameters, group):
     distances = []
     for parameter in parameters:
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        grad = grad.detach().to(torch.promote_types(grad.dtype, torch.float32))
         mean = grad.clone(memory_format=torch.contiguous_format)
         all_reduce(mean, ReduceOp.AVG, group)
         norm = torch.linalg.vector_norm(mean)

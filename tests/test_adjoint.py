@@ -330,14 +330,6 @@ def expert_parallel_cases():
     yield Case("router_z_loss", "V -> P", z_loss, zeros((N, E)))
 
 
-class OutOfDate(zero.FullyShardedDataParallel):
-    """Gathers its weights in every forward, since a test changes its pieces in between."""
-
-    def forward(self, x):
-        self.reshard()
-        return super().forward(x)
-
-
 def data_parallel_cases():
     """Yield data parallelism and DeferredLinear, a layer that knows no group.
 
@@ -363,7 +355,8 @@ def data_parallel_cases():
     yield of_module("DistributedDataParallel", "V, I, I -> V", net, torch.zeros(x), finish)
     for stage in (1, 2, 3):
         layers = nn.Linear(4, 20, bias=False), nn.Tanh(), nn.Linear(20, 4, bias=False)
-        net = OutOfDate(nn.Sequential(*layers), units=[layers[0], layers[2]], stage=stage)
+        units = [layers[0], layers[2]]
+        net = zero.FullyShardedDataParallel(nn.Sequential(*layers), units=units, stage=stage)
         name = f"FullyShardedDataParallel, {stage=}"
         yield of_module(name, "V, V, V -> V", net, torch.zeros(x), partial(scale, net))
     unit = nn.Linear(4, 20)

@@ -2,6 +2,7 @@ import time
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import bench
@@ -38,3 +39,17 @@ def test_a_size_of_0_is_refused_in_a_line(capsys, flag):
 def test_a_round_takes_as_long_as_its_slowest_rank():
     times = bench.take_turns({"sleep": lambda: time.sleep(0.02 * dist.get_rank())}, 3)
     assert times["sleep"] >= 0.02
+
+
+@on_ranks(3)
+def test_the_bare_script_exchanges_what_an_all_to_all_exchanges():
+    given = torch.arange(6.0) + 10 * dist.get_rank()
+    bare, expected = torch.empty(2, 6)
+    bench.bare_all_to_all(bare, given)
+    dist.all_to_all_single(expected, given)
+    assert torch.equal(bare, expected)
+
+
+@on_ranks(2)
+def test_the_scheduling_class_of_gloos_threads_is_that_of_the_ranks():
+    assert bench.scheduling() == ["SCHED_BATCH"]

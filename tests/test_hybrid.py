@@ -419,7 +419,7 @@ def test_recomputation_replays_the_masks_of_every_rank(flags):
     for mode in ("none", "selective", "full", "full --recompute-layers 3"):
         trainer = make_trainer(f"--tp 2 --microbatches 2 --dropout 0.3 --recompute {mode} {flags}")
         trainer.step(*batch(0))
-        found.append([parameter.grad for parameter in trainer.chunks[0].parameters()])
+        found.append([parameter.grad.detach() for parameter in trainer.chunks[0].parameters()])
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
@@ -427,7 +427,7 @@ def test_recomputation_replays_the_masks_of_every_rank(flags):
 def _gradients(flags):
     trainer = make_trainer(flags)
     trainer.step(*own_batch(trainer))
-    return [p.grad for chunk in trainer.chunks for p in chunk.parameters()]
+    return [p.grad.detach() for chunk in trainer.chunks for p in chunk.parameters()]
 
 
 @pytest.mark.parametrize("recompute", [soak("none"), "full"])
@@ -555,7 +555,7 @@ def test_zero_bubble_schedules_defer_the_weight_product_of_every_matrix():
 
     def look_before_a_product(action, *given):
         for chunk in trainer.chunks if action.kind == "W" and not found else ():
-            has_some = lambda p: p.grad is not None and p.grad.any()
+            has_some = lambda p: p.grad is not None and p.grad.detach().any()
             found.update(name for name, p in chunk.named_parameters() if has_some(p))
         return perform(action, *given)
 

@@ -166,8 +166,8 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         put(hybrid, "normal", lambda right: lambda *a: right(*a[:3])),
     "the order of the data depends on the rank | 2 | --dp 2":
         put(hybrid.Data, "batch",
-            lambda right: lambda self, step, B, T, seed, rows:
-                right(self, step, B, T, seed + (rows.start or 0), rows)),
+            lambda right: lambda self, step, B, T, seed, rows=slice(None), *part:
+                right(self, step, B, T, seed + (rows.start or 0), rows, *part)),
     "gradients are summed over dp alone | 2 | --cp 2 --zero 0":
         with_home(dp_group="dp_group"),
     "shards are summed over dp alone | 2 | --cp 2 --zero 2": with_home(shard_group="dp_group"),
@@ -245,7 +245,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         put(hybrid.Placement, "counts",
             lambda right: property(lambda row: right.fget(row) and "lm_head" not in row.name)),
     "weights gathered before the update are used after it | 2 | --dp 2 --zero 1":
-        put(zero.FullyShardedDataParallel, "reshard", lambda right: lambda self: None),
+        put(zero.FullyShardedDataParallel, "_drop_if_changed", lambda right: lambda self: None),
 }
 PLAIN = "gradients are averaged over the", "f does", "embedding", "norms are drawn"
 PLAIN += "the learning rate falls", "an evaluation feeds"

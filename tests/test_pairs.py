@@ -19,8 +19,8 @@ from expert_parallel import MoE
 from layouts import MOE_SIZES, ON_NODES, assert_trains_as_a_loop_does, make_trainer, own_batch
 from layouts import soak_but
 from pipeline import (
-    SCHEDULES, SHORT, Action, Pipeline, Schedule, Turns, bubble_time, dualpipe_v, pair_up,
-    peak_activations, program, simulate,
+    SCHEDULES, SHORT, Action, Pipeline, Schedule, Turns, claim, dualpipe_v, pair_up, program,
+    simulate,
 )
 from ranks import on_ranks, run, shifted, spawn
 
@@ -58,12 +58,14 @@ def test_paired_schedules_finish_with_the_bubble_and_the_peak_of_the_table():
         parts = 2 if name == "dualpipe-v" else 1
         for F, B, W in (1, 2, 1), (1, 2, 0.5), (1, 3, 1), (0.5, 2, 1):
             timeline = simulate(schedule, F / parts, B / parts, weight=W / parts)
-            assert max(timeline.bubble) <= bubble_time(name, p, m, F, B, W) + 1e-9
+            claimed = claim(name, p, m, forward=F, backward=B, weight=W)
+            assert max(timeline.bubble) <= claimed.bubble + 1e-9
         for F, B, W in (3, 4, 2), (2, 2, 1), (1.5, 2.2, 1):  # forwards longer than I
             timeline = simulate(schedule, F / parts, B / parts, weight=W / parts)
             more = (p - 1) * (F - B + W) / 2 if parts == 2 else (p / 2 - 1) * (F - B + W)
-            assert max(timeline.bubble) <= bubble_time(name, p, m, F, B, W) + more + 1e-9
-        assert max(timeline.peak) == parts * peak_activations(name, p, m)
+            claimed = claim(name, p, m, forward=F, backward=B, weight=W)
+            assert max(timeline.bubble) <= claimed.bubble + more + 1e-9
+        assert max(timeline.peak) == parts * claimed.peak
         simulate(schedule, message=SHORT)
 
 
@@ -221,8 +223,9 @@ def test_both_passes_have_the_modes_of_the_thread_and_on_a_gpu_its_stream_and_ge
     fakes["get_rng_state"] = lambda device: next(states)
     restored = []
     fakes["set_rng_state"] = lambda state, device: restored.append((state, str(device)))
+    turns = Turns("cuda:1")
     with patch.multiple(torch.cuda, **fakes):
-        turns.together(turns.hand_over, lambda: None, "cuda:1")
+        turns.together(turns.hand_over, lambda: None)
     assert entered == [("stream of cuda:1", False)]
     # the backward's at its begin; the forward's at its begin and at its end
     assert restored[0] == (1, "cuda:1") and restored[1] == (0, "cuda:1") and len(restored) == 3
@@ -318,7 +321,7 @@ def gradients(flags, overlap):
             mixture.hand_over = partial(note, mixture.hand_over)
     trainer.step(*own_batch(trainer))
     grads = [p.grad for chunk in trainer.chunks for p in chunk.parameters()]
-    return [grad for grad in grads if grad is not None], passes.count(2)
+    return [grad.detach() for grad in grads if grad is not None], passes.count(2)
 
 
 SAME = [

@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer as TheirOptimizer
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from collectives import count_bytes, gather_objects
 from ddp import DistributedDataParallel
-from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+from zero import AdamW, FullyShardedDataParallel, ZeroRedundancyOptimizer
 
-from ranks import PROJECT, on_ranks, shifted, torchrun
+from ranks import PROJECT, on_ranks, shifted, soak, torchrun
 from replicas import assert_close
 
 
@@ -350,7 +352,292 @@ def test_a_sharded_module_works_with_autograd_grad_and_inside_other_modules():
     assert_close(plain[0].weight.grad, alone[0][0].weight.grad)
     piece = net[0].weight
     expected = alone[1][0].weight.grad.flatten()[piece.offset : piece.offset + len(piece)]
-    torch.testing.assert_close(piece.grad, expected, rtol=1e-12, atol=1e-12)
+    assert_close(piece.grad.detach().flatten(), expected)
+
+
+# ---- pieces are not whole, and no rank decides alone ---------------------------------------------
+
+
+class Scaled(nn.Parameter):
+    """A user's class of parameters."""
+
+
+class Features(nn.Module):
+    """Two layers, of which each rank owns a part. The first weight's class and gain are a user's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 32), nn.Linear(32, 6))
+        self.layers[0].weight = Scaled(self.layers[0].weight.detach())
+        self.layers[0].weight.gain = 2.0
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.seen = []
+
+    def forward(self, x):
+        weight = self.layers[0].weight
+        self.seen.append((isinstance(weight, Scaled), weight.gain, *weight.shape))
+        return self.layers(x) * self.scale * weight.gain
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "zero.AdamW": lambda p: AdamW(p, lr=0.1, moments_dtype=torch.float32),
+}
+
+
+def train_scaled(model, optimizer, scaler, rows, clip=None):
+    """Take four steps, in whose second a gradient of one row of the first weight overflows.
+
+    Return the scales after each step.
+    """
+    scales = []
+    for step in range(4):
+        optimizer.zero_grad()
+        y = model(rows)
+        scaler.scale((y[:, 0] * 1e36).sum() if step == 1 else y.square().mean()).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            clip(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+@pytest.mark.parametrize("stage", [soak(1), soak(2), 3])
+@on_ranks(3)
+def test_a_gradient_that_overflows_in_one_ranks_shard_skips_the_step_on_all(
+    stage, kind, is_clipped
+):
+    """PyTorch's gradient scalers, with optimizers that skip and with fused ones, which are told."""
+    rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    for name, make in OPTIMIZERS.items():
+        if is_clipped and kind is ShardedGradScaler and name in ("fused", "zero.AdamW"):
+            continue  # whose found_inf has a shape that PyTorch's own fused optimizers reject
+        torch.manual_seed(0)
+        alone = nn.Linear(6, 5)
+        net = copy.deepcopy(alone)
+        optimizer = make(alone.parameters())
+        clip = partial(nn.utils.clip_grad_norm_, [*alone.parameters()]) if is_clipped else None
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        expected = train_scaled(alone, optimizer, scaler, rows, clip)
+        assert expected == [1024, 512, 512, 512]
+        model = FullyShardedDataParallel(net, stage=stage)
+        clip = model.clip_grad_norm_ if is_clipped else None
+        optimizer = make(model.parameters())
+        scales = train_scaled(model, optimizer, kind("cpu", init_scale=2.0**10), rows, clip)
+        assert scales == expected, name
+        assert_close(model.state_dict(), alone.state_dict(), 1e-5, name)
+
+
+@pytest.mark.parametrize("names", ["replicas", "experts"])
+@on_ranks(4)
+def test_what_one_rank_finds_reaches_replicas_and_ranks_with_other_experts(names):
+    """The gradient of one rank is infinite. Pieces of two dtypes are checked by two calls."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    net = nn.ModuleList([nn.Linear(32, 32).bfloat16(), nn.Linear(32, 32)])
+    net.forward = lambda x: (net[1](x) + net[0](x.bfloat16())).sum()
+    if names == "replicas":
+        groups = {}
+        model = FullyShardedDataParallel(net, pairs[rank // 2], replicate_group=across[rank % 2])
+    else:  # the first layer is an expert, which another pair of ranks does not have
+        groups = dict.fromkeys(net[0].parameters(), (pairs[rank // 2], None))
+        model = FullyShardedDataParallel(net, groups=groups)
+    model(torch.ones(1, 32)).backward()
+    for bad in range(4):
+        for layer in net:
+            layer.weight.grad = torch.full_like(layer.weight, float("inf") if rank == bad else 1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(torch.optim.SGD(model.parameters(), lr=0.0))
+        scaler.update()
+        assert scaler.get_scale() == 2
+
+
+@pytest.mark.parametrize("stage", [soak(1), 2, soak(3)])
+@on_ranks(2)
+def test_weight_decay_by_the_number_of_dimensions_is_that_of_one_process(stage):
+    """Convolutions, matrices, vectors and a number: each piece has as many dims as its whole."""
+
+    def make():
+        torch.manual_seed(0)
+        layers = nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(9, 4), nn.LayerNorm(4), nn.PReLU(1)
+        net = nn.Sequential(*layers).double()
+        net.number = nn.Parameter(torch.ones((), dtype=torch.float64))
+        return net
+
+    def groups(parameters):
+        parameters = [*parameters]
+        decayed = [p for p in parameters if p.dim() >= 2]
+        rest = [p for p in parameters if p.dim() < 2]
+        return [{"params": decayed, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}]
+
+    x = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(1)).double()
+    alone, net = make(), make()
+    dims = [max(p.dim(), 1) for p in net.parameters()]
+    model = FullyShardedDataParallel(net, units=[net[2]], stage=stage)
+    assert [p.dim() for p in model.parameters()] == dims
+    for model, rows in ((alone, x), (model, x.chunk(2)[dist.get_rank()])):
+        optimizer = torch.optim.SGD(groups(model.parameters()), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            if model is alone:  # where it stays without one
+                alone.number.grad = torch.zeros_like(alone.number)
+            optimizer.step()
+    assert_close(model.state_dict(), alone.state_dict(), 1e-12)
+
+
+@pytest.mark.parametrize("name", [soak("AdamW"), soak("foreach"), "fused"])
+@on_ranks(2)
+def test_moments_that_were_saved_one_dimensional_go_on_as_they_were(name):
+    rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    weights = []
+    for is_flat in (False, True):
+        model = FullyShardedDataParallel(Features())
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+            saved = optimizer.state_dict()
+            if is_flat:
+                for state in saved["state"].values():
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        state[key] = state[key].flatten()
+            optimizer.load_state_dict(saved)
+        weights.append(model.state_dict())
+    assert_close(weights[1], weights[0], 1e-12)
+
+
+ALLOWED = {  # what treats each element by itself: what it does to, or makes of, a tensor
+    "in place": lambda p: p.mul_(2).sub_(0.1 * p),
+    "a copy": lambda p: (2 - p).clamp(0, 1).double(),
+    "of two": lambda p: torch.where(p > 0, p, torch.maximum(p, -p)),
+    "an average": lambda p: torch.zeros(p.shape).lerp_(p, 0.25),
+    "averages": lambda p: _average(torch._foreach_lerp_, p),
+    "for each": lambda p: torch._foreach_mul([p, p], 2)[1],
+    "filled": lambda p: nn.init.constant_(p, 3.0),
+    "like": lambda p: torch.zeros_like(p),
+    "deepcopy": lambda p: copy.deepcopy(p).sum() * 0 + p.detach(),
+    "detached": lambda p: p.detach().cumsum(0),
+    "data": lambda p: p.data.view(-1).clone(),
+    "shown": lambda p: torch.tensor(len(repr(p)) + len(str(p)) + p.numel() + p.dim()),
+}
+REFUSED = {  # what needs other elements, too, or the same random numbers as in one process
+    "sum": lambda p: p.sum(),
+    "penalty": lambda p: 0.1 * (p**2).sum(),
+    "norm of rows": lambda p: p.norm(dim=-1, keepdim=True),
+    "normalized": lambda p: nn.functional.normalize(p, dim=-1),
+    "softmax": lambda p: p.softmax(-1),
+    "clipped": lambda p: nn.utils.clip_grad_norm_([p], 1.0),
+    "is finite": lambda p: bool(p.isfinite().all()),
+    "drawn": lambda p: nn.init.xavier_uniform_(p),
+    "normal": lambda p: p.normal_(),
+    "dropout": lambda p: nn.functional.dropout(p),
+    "noise": lambda p: p.add_(torch.randn_like(p)),
+    "linear": lambda p: nn.functional.linear(torch.ones(1, 1), p),
+    "embedding": lambda p: nn.functional.embedding(torch.zeros(1, dtype=torch.long), p),
+    "broadcast": lambda p: p * torch.ones(1, 5),
+    "row": lambda p: p[:2],
+    "flattened": lambda p: p.view(-1),
+    "transposed": lambda p: p.T,
+    "equal": lambda p: torch.equal(p, p),
+}
+
+
+def _average(kernel, p):
+    average = torch.zeros(p.shape)
+    kernel([average], [p], 0.25)
+    return average
+
+
+@on_ranks(2)
+def test_pieces_and_their_gradients_serve_element_by_element_and_are_refused_otherwise():
+    net = Features()
+    model = FullyShardedDataParallel(net, units=[net.layers[0]], stage=2)
+    model(torch.ones(3, 6)).sum().backward()
+    piece = net.layers[0].weight
+    assert 0 < len(piece) < 192
+    for of in (lambda: piece, lambda: piece.grad, lambda: piece.grad / 2):
+        for name, use in ALLOWED.items():
+            plain = of().detach().clone()
+            with torch.no_grad():
+                found = use(of()).detach()
+            assert name == "shown" or found.equal(use(plain)), name
+    with torch.no_grad():
+        for of in (lambda: piece, lambda: piece.grad, lambda: piece.grad / 2, lambda: piece * 1):
+            before = of().detach().clone()
+            for name, use in REFUSED.items():
+                if name == "clipped" and of() is not piece:
+                    continue
+                with pytest.raises(RuntimeError) as error:
+                    use(of())
+                    pytest.fail(name)
+                assert "'layers.0.weight' is sharded, and aten" in str(error.value), name
+            assert torch.equal(of().detach(), before)
+    with pytest.raises(RuntimeError, match="'layers.0.weight' is sharded, and aten.sum"):
+        (model(torch.ones(3, 6)).sum() + 0.1 * piece.square().sum()).backward()
+
+
+@pytest.mark.parametrize("stage", [soak(1), 2, 3])
+@on_ranks(2)
+def test_forward_sees_the_class_and_the_attributes_of_the_users_parameters(stage):
+    net = Features()
+    model = FullyShardedDataParallel(net, units=[net.layers[1]], stage=stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(3, 6)).sum().backward()
+        optimizer.step()
+        net.layers[0].weight.gain += 1  # also one that is set later
+        assert isinstance(net.layers[0].weight, Scaled)
+    assert net.seen == [(True, 2.0, 32, 6), (True, 3.0, 32, 6)]
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the storages of copies in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **kwargs or {})
+        if operator is torch.ops.aten._to_copy.default and result.shape == (64, 64):
+            self.storages.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+
+@pytest.mark.parametrize("has_grad", [False, True])
+@on_ranks(2)
+def test_no_16_bit_copy_of_a_whole_weight_outlives_a_pass_of_stage_3(has_grad):
+    """Autocast would keep copies of weights until its block ends."""
+    net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+    model = FullyShardedDataParallel(net, units=[*net][:-1], stage=3)
+    at_once = []
+
+    def count(*arguments):
+        at_once.append(sum(not storage.expired() for storage in made.storages))
+
+    for layer in net:
+        layer.register_forward_hook(count)
+    with torch.autocast("cpu", torch.bfloat16), Allocations() as made:
+        for _ in range(2):
+            with torch.set_grad_enabled(has_grad):
+                loss = model(torch.ones(2, 64)).float().sum()
+            if has_grad:
+                loss.backward()
+            del loss
+            assert all(storage.expired() for storage in made.storages) and made.storages
+    assert has_grad or max(at_once) <= 3  # two units and the root
 
 
 # ---- scripts -------------------------------------------------------------------------------------

@@ -23,13 +23,12 @@ import torch.distributed as dist
 from torch import nn
 
 import hybrid
-import pipeline
 import plan
 from collectives import all_gather_single, all_reduce, count_bytes, rank_and_size
 from ddp import DistributedDataParallel
 from expert_parallel import dispatch_and_combine
 from models import GPUS, MODELS
-from pipeline import SCHEDULES, draw
+from pipeline import SCHEDULES, draw, measure
 from ranks import least_bytes, run
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
 from tensor_parallel import attention
@@ -72,8 +71,6 @@ def _replicas(stage, *groups):
     else:
         model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters())
-    if stage in (1, 2):
-        optimizer.register_step_post_hook(lambda *_: model.reshard())
 
     def step():
         model(torch.ones(1, 480)).sum().backward()
@@ -180,10 +177,18 @@ def rows():
     return [(claim, text, value, found[key], *test) for claim, text, value, key, *test in table]
 
 
-# The bubble and the most activations for P = 4, m = 8, F = W = 1, B = 2, worked out by hand.
+# {schedule: (bubble, its value, most activations, their value)}. The texts are the formulas of
+# claim() in pipeline.py; the values, for P = 4, m = 8, F = W = 1 and B = 2, are worked out by hand.
 SCHEDULED = {
-    "naive": (72, 1), "gpipe": (9, 8), "1f1b": (9, 4), "interleaved": (4.5, 5.5), "zb-h1": (3, 4),
-    "zb-h2": (0, 7), "zb-v": (0, 4), "dualpipe": (2, 5), "dualpipe-v": (3, 4.5),
+    "naive": ("(p-1) * m * (F+B)", 72, "1", 1),
+    "gpipe": ("(p-1) * (F+B)", 9, "m", 8),
+    "1f1b": ("(p-1) * (F+B)", 9, "min(m, p-r)", 4),
+    "interleaved": ("(p-1) * (F+B) / v", 4.5, "min(2*(p-r-1) + (v-1)*p + 1, m*v) / v", 5.5),
+    "zb-h1": ("(p-1) * (F+B-2*W)", 3, "min(m, p)", 4),
+    "zb-h2": ("(p-1) * (F+B-3*W)", 0, "min(m, 2*p-1)", 7),
+    "zb-v": ("(p-1) * (I-W)", 0, "min(m, p)", 4),
+    "dualpipe": ("(p/2-1) * (F+2*B-3*W)", 2, "p+1", 5),
+    "dualpipe-v": ("(p-1) * (F+2*B-3*W) / 2", 3, "p+1/2", 4.5),
 }
 
 
@@ -507,15 +512,11 @@ def schedules():
     """Return the table of schedules, formulas beside simulated values, in Markdown."""
     lines = ["| schedule | bubble | value | counted | activations | value | counted |"]
     lines += ["|---|---|---|---|---|---|---|"]
-    for name, (value, most) in SCHEDULED.items():
-        kind = SCHEDULES[name]
-        bubble = kind.bubble.replace("*", "")
-        peak = kind.peak.replace("*", "")
-        if kind.v != 1:
-            peak = f"{peak} / v"
-        _, _, (_, idle), (_, held) = pipeline.figures(name, P, 8)
-        numbers = f"{value:g} | {idle:g} | {peak} | {most:g} | {held:g}"
-        lines.append(f"| `{name}` | {bubble} | {numbers} |")
+    plain = lambda formula: formula.replace(" * ", "").replace("*", "")
+    for name, (bubble, value, peak, most) in SCHEDULED.items():
+        idle, held, _ = measure(name, P, 8)
+        numbers = f"{value:g} | {idle:g} | {plain(peak)} | {most:g} | {held:g}"
+        lines.append(f"| `{name}` | {plain(bubble)} | {numbers} |")
     return "\n".join(lines) + "\n"
 
 

@@ -44,7 +44,7 @@ import hybrid
 from expert_parallel import expert_parallel_bytes
 from hybrid import GPTConfig, flops_of_head, forward_flops
 from models import GPUS, MODELS
-from pipeline import SCHEDULES, WeightGradStore, bubble_time, formulas_hold, peak_activations
+from pipeline import SCHEDULES, WeightGradStore, claim
 from progress import progress
 from sequence_parallel import activation_bytes, context_parallel_bytes
 from zero import zero_memory, zero_rounds
@@ -243,7 +243,7 @@ def activations_of(config, layout, share):
     kept /= as_one
     if schedule.startswith("zb"):
         kept = whole + 4 * tokens * h * (1 - 1 / tp) * layout.sp
-    flying = peak_activations(schedule, p, m, v, rank=p - 1 - share.behind)
+    flying = claim(schedule, p, m, v, rank=p - 1 - share.behind).peak
     if schedule == "dualpipe":
         flying /= 2  # a microbatch passes one of the rank's two stages
     logits, again = share.heads * tokens * config.vocab_size / tp, layout.recompute == "full"
@@ -332,7 +332,7 @@ def seconds_of(config, gpu, layout):
     pairs = zip(*works(config, gpu, layout.piece))
     times = [np.sum(config.layers * a + b) / pp for a, b in pairs]  # mean over the ranks
     seconds["dp"] = replica_seconds(config, gpu, layout, *times[:2])
-    bubble = bubble_time(schedule, pp, m, *times, chunks) if pp > 1 else 0.0
+    bubble = claim(schedule, pp, m, chunks, 0, *times).bubble if pp > 1 else 0.0
     staggered = {"zb-h2": times[0], "zb-v": (times[1] - times[2]) / 2}
     seconds["bubble"] = (pp - 1) * staggered[schedule] if schedule in staggered else bubble
     return seconds
@@ -560,7 +560,7 @@ def pipelines_of(args, piece):
     p = piece.pp
     names = [name for name in SCHEDULES if name not in ("naive", "gpipe")] if p > 1 else ["1f1b"]
     for name in args.fixed.get("schedule", names):
-        if formulas_hold(name, p, piece.microbatches):
+        if claim(name, p, piece.microbatches).holds:
             chosen = args.fixed.get("chunks", range(2, 9))
             for v in chosen if SCHEDULES[name].v is None else [SCHEDULES[name].v]:
                 if p * v <= args.layers + 2:
