@@ -210,7 +210,8 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 # ==== upper floor =================================================================================
 #
 # The two functions above are two schedules. Below, a schedule is data: lists of actions, one list
-# for each rank. schedule_step() runs any schedule, and its exchanges block. The rest adds to it:
+# for each rank. schedule_step() runs any schedule, with exchanges that block. A reader who wants
+# the technique alone may stop after it. The rest adds to it:
 #
 #     schedules              nine of them, and what each costs
 #     simulator              the time of each action, and the order in which messages arrive
@@ -954,10 +955,10 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 class _Deferred(torch.autograd.Function):
-    """Take a parameter. Backward computes a product, which is the parameter's gradient.
+    """In backward, compute a deferred product and return it as the parameter's gradient.
 
-    Autograd accumulates it, so that the parameter's hooks run as in any backward. The result of
-    forward serves only as a place where backward() begins.
+    So autograd adds it to .grad and runs the parameter's hooks, as in any backward. The result of
+    forward has no meaning: it is what backward() begins with.
     """
 
     @staticmethod
@@ -973,9 +974,9 @@ class _Deferred(torch.autograd.Function):
 
 def _add_products(products):
     """Compute the products in one backward, so that a parameter's hooks run once."""
-    # Autograd begins with the last node that was made, so products run in the order of put().
+    # Autograd begins with the node that was made last, so products run in the order of put().
     roots = [_Deferred.apply(*item) for item in reversed(products)]
-    products.clear()  # so that a product's activations are freed once it is computed
+    products.clear()  # only a product's node still holds its activations, and frees them after it
     torch.autograd.backward(roots)
 
 
@@ -1154,7 +1155,7 @@ class Pipeline:
         products = self.deferred.pop(action.key)
         stage = self.stages[action.chunk]
         if reduces and hasattr(stage, "start_grad_sync"):
-            # during this W, only the parameters of these products still get gradients
+            # all gradients but those of these products are complete, so their reduction begins
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
         with _syncing(stage, reduces), self.defer.during():
             _add_products(products)
@@ -1220,14 +1221,13 @@ def _check_batches(pipeline, inputs, targets):
 def pair_up(schedule):
     """Make a pair of each F and the B of another chunk that follows it; return the schedule.
 
-    This is what DualPipe is for: the two passes of a pair take turns (see Turns), so that one
-    computes while the other's tokens travel to experts and back. A pair begins when the inputs of
-    both have arrived, and sends both results at its end. dualpipe() and dualpipe_v() can finish
-    with pairs. Their bubbles are then at most what the table says if F <= I, and otherwise up to
-    (p/2-1)(F-I) more, for dualpipe_v (p-1)(F-I)/2. A pair pays only if its passes take less time in
-    turns than one after the other, as they do if messages take long. The F and B of 1F1B are of
-    one chunk, on the last rank even of one microbatch. To pair them, 1F1B would need a warm-up of
-    2(p-r)-1 forwards in place of p-r-1, and hold twice the activations.
+    A pair begins when the inputs of both passes have arrived, and sends both results at its end.
+    dualpipe() and dualpipe_v() still finish with pairs, which are what DualPipe is for. Their
+    bubbles are then at most what claim() returns if F <= I, and otherwise longer by up to
+    (p/2-1)(F-I), for dualpipe_v (p-1)(F-I)/2. A pair pays only if its passes take less time in
+    turns than one after the other, as they do if messages take long. 1F1B gets no pairs, because
+    its F and the next B are of one chunk, on the last rank even of one microbatch. For pairs, it
+    would need a warm-up of 2(p-r)-1 forwards in place of p-r-1, and hold twice the activations.
     """
     for rank, actions in enumerate(schedule):
         for action, following in zip(actions, actions[1:]):
