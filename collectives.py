@@ -3,8 +3,8 @@
 A rank is a process, which has a GPU of its own or runs on CPU cores. A process group is P ranks,
 which share no memory and send tensors to each other. All collectives here are built on one
 primitive, a batch of sends and receives that progress together; a step is one batch. D is the size
-of the full tensor in bytes. The rows with log2(P) hold for powers of two, or are the depth of a
-tree; all_reduce_cost() covers every P for the all-reduces.
+of the full tensor in bytes. Rows with log2(P) assume that P is a power of two. For other P, a tree
+(broadcast, reduce) takes log2(P) steps, rounded up, and all_reduce_cost() has the all-reduces.
 
                            the result, or how it is computed     a rank sends     steps
     all_reduce             the sum of all ranks' tensors
@@ -23,11 +23,11 @@ tree; all_reduce_cost() covers every P for the all-reduces.
     scatter                rank r has the root's chunk r          (P-1)/P D       1
     gather                 the root has every rank's chunk        D/P             1
 
-A rank holds   its tensors, and scratch memory for partial sums and arriving chunks, which does not
-               grow with D where long tensors are cut into segments. Not cut are halving_doubling
-               (up to 3/4 D for P = 2^k), recursive_doubling (2 D), naive (P D), a reduce (log2(P) D
-               at its root), and a ring on NCCL (2/P D). For other P, some ranks of the doubling
-               algorithms need another D, and a tensor that is not contiguous is copied
+A rank holds   its tensors, and scratch memory for partial sums and arriving chunks. It does not
+               grow with D where long tensors are cut into segments. Not cut are halving_doubling,
+               which needs 3/4 D, recursive_doubling (2 D), naive (P D), a reduce (log2(P) D at its
+               root), and a ring on NCCL (2/P D). If P is not a power of two, some ranks of the
+               doubling algorithms need D more. A tensor with gaps in memory is copied
 It sends       what the table says. In a broadcast or a scatter only the root sends that much; in a
                reduce or a gather it sends nothing. The chunks of all_gather may have unequal
                lengths, and each is sent P-1 times. No all-reduce lets every rank send less than
@@ -37,8 +37,8 @@ Overlap        with async_op=True an operation runs beside the caller's computat
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
                name of all_gather_single. Here the collectives of a group run one after the other,
                tensors need not be contiguous, reduce changes only the root's tensor, all_gather
-               takes unequal lengths on gloo, too, and copy_to_group() and the six functions below
-               it can be differentiated
+               takes unequal lengths on gloo, too, and autograd follows the seven functions from
+               copy_to_group() to all_to_all_in_group()
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -249,17 +249,16 @@ def _direct_reduce_scatter(chunks, output, combine, rank):
     P = len(chunks)
     if P == 1:
         output.copy_(chunks[0])
-    elif output.is_cuda and isinstance(combine, Reduction):
+    elif output.is_cuda and isinstance(combine, Reduction):  # on the upper floor
         yield from combine.reduce_at_once(chunks, output, rank)  # does the same in one GPU kernel
     else:
         parts = [torch.empty_like(output) for _ in chunks]
         yield from _pairwise(chunks, parts, rank)
         partial_sum = parts[rank]  # no message arrives in it
         parts[rank] = chunks[rank]
-        total, *others, last = parts
-        for part in others:
-            total = combine(total, part, out=partial_sum)
-        combine(total, last, out=output)
+        total = parts[0]
+        for r in range(1, P):
+            total = combine(total, parts[r], out=output if r == P - 1 else partial_sum)
 
 
 def _direct_all_gather(chunks, rank):
@@ -717,6 +716,8 @@ def count_bytes():
 # techniques alone may go on with ddp.py.
 
 # ---- from a call to the wire ---------------------------------------------------------------------
+#
+# A call of a collective goes through these functions, each of which calls the one below it:
 #
 #     all_gather_single(output, input)   makes an Operation, and a function that makes generators
 #       launch()                         at once, or in the group's queue if others are pending
