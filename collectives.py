@@ -199,7 +199,7 @@ def plain_reduce_scatter(output, input, group=None):
     """Sum `input` over the group. Rank r keeps chunk r of the sum in `output`, 1/P as long."""
     rank, P = rank_and_size(group)
     check_fits(output, input, P * output.numel(), input.numel())
-    chunks = _equal_chunks(input, P)
+    chunks = input.view(-1).chunk(P)
     plain_run(_ring_reduce_scatter(chunks, output.view(-1), torch.add, rank), group)
 
 
@@ -207,7 +207,7 @@ def plain_all_gather(output, input, group=None):
     """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
     rank, P = rank_and_size(group)
     check_fits(output, input, output.numel(), P * input.numel())
-    chunks = _equal_chunks(output, P)
+    chunks = output.view(-1).chunk(P)
     chunks[rank].copy_(input.view(-1))
     plain_run(_ring_all_gather(chunks, rank), group)
 
@@ -215,20 +215,18 @@ def plain_all_gather(output, input, group=None):
 def plain_all_to_all(output, input, group=None):
     """Copy chunk j of rank i's `input` to chunk i of rank j's `output`, for all i and j."""
     rank, P = rank_and_size(group)
-    check_fits(output, input, output.numel(), input.numel())
-    outgoing = _equal_chunks(input, P)
-    arriving = _equal_chunks(output, P)
+    check_fits(output, input, output.numel(), input.numel() // P * P)
+    outgoing = input.view(-1).chunk(P)
+    arriving = output.view(-1).chunk(P)
     arriving[rank].copy_(outgoing[rank])
     plain_run(_pairwise(outgoing, arriving, rank), group)
 
 
-def _equal_chunks(tensor, P):
-    """View a contiguous tensor as P flat chunks. Raise RuntimeError if P does not divide it."""
-    return tensor.view(-1).unflatten(0, (P, -1)).unbind()
-
-
 def check_fits(output, input, elements, expected):
-    """Raise ValueError if sizes or dtypes differ. gloo would fill a part of a long output."""
+    """Raise ValueError if sizes or dtypes differ.
+
+    gloo aborts the process if a buffer is short, and fills a part of a long one in silence.
+    """
     if (elements, output.dtype) != (expected, input.dtype):
         made = f"input makes {expected} of {input.dtype}"
         raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
@@ -1250,12 +1248,9 @@ class Reduction:
 # ---- the collectives -----------------------------------------------------------------------------
 #
 # Each call makes an Operation, checks its tensors, and passes launch() a function that makes the
-# generators. An output that does not fit its input raises ValueError: gloo would abort the process
-# if a buffer were short, and fill a part of a long one in silence.
-#
-# With async_op=True each returns an Operation to wait() for. The root is src or dst, a global rank,
-# or group_src or group_dst, a rank of the group. By default it is global rank 0 (in PyTorch,
-# broadcast() and reduce() have no default).
+# generators. With async_op=True it returns the Operation, to wait() for. The root is src or dst, a
+# global rank, or group_src or group_dst, a rank of the group. By default it is global rank 0 (in
+# PyTorch, broadcast() and reduce() have no default).
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
