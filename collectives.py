@@ -282,7 +282,7 @@ def _halving(chunks, output, combine, rank):
         received = torch.empty_like(_joined(kept))
         yield [(_joined(sent), partner)], [(received, partner)]
         total = combine(_joined(kept), received, out=received if half > 1 else output)
-        chunks = total.split_with_sizes([len(chunk) for chunk in kept])
+        chunks = total.split_with_sizes([chunk.numel() for chunk in kept])
 
 
 def _doubling(chunks, rank):
@@ -305,8 +305,10 @@ def _doubling(chunks, rank):
 
 def _joined(chunks):
     """View chunks that follow each other in memory as one tensor."""
-    first, *others = chunks
-    return first.as_strided((sum(map(len, chunks)),), (1,)) if others else first
+    if len(chunks) == 1:
+        return chunks[0]
+    length = sum(chunk.numel() for chunk in chunks)
+    return chunks[0].as_strided((length,), (1,))
 
 
 def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
@@ -794,7 +796,10 @@ class Operation:
         self.tell("begin")
 
     def wait(self):
-        """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
+        """Wait for the operation, or raise its error. On NCCL only the current stream waits.
+
+        Listeners hear of the wait as of an operation of its own.
+        """
         Operation("wait", self.group, of=self).complete(self.pending.finish)
         self.pending = DONE  # let go of the tensors
 
@@ -1055,7 +1060,7 @@ class _Stream:
 
         def finish():
             torch.cuda.current_stream().wait_event(event)
-            held.clear()  # later uses of their memory are ordered after the event
+            held.clear()  # whatever reuses their memory runs after the event
 
         return Pending(finish, event.query)
 
@@ -1346,7 +1351,7 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     def by_backend(*flat):
         operation.by_backend(list(flat[:-1]), flat[-1])
 
-    equal = len(set(lengths)) == 1
+    equal = len(set(lengths)) == 1  # gloo's own function takes no other lengths
     return launch(operation, algorithms, outputs, [tensor], by_backend if equal else None)
 
 
