@@ -764,7 +764,6 @@ def launch(operation, algorithms, outputs, inputs=(), backend=None):
 Pending = namedtuple("Pending", "finish is_completed")
 DONE = Pending(lambda: None, lambda: True)
 
-
 MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
 
 
