@@ -238,15 +238,12 @@ class PlainStage(nn.Module):
 def plain_step(stage, optimizer, tokens, microbatches, groups):
     """Take one step on tokens (B, T + 1), given to all ranks. Return the mean loss per token.
 
-        dist.init_process_group("gloo")  # in 8 processes of torchrun, on CPUs
-        groups = plain_groups(pp=2, dp=2, tp=2)
-        torch.manual_seed(0)
-        whole = plain_weights(V=256, T=64, D=128, layers=4)
-        stage = PlainStage(whole, K=32, groups=groups)  # 4 heads
+        stage = PlainStage(whole, K, groups)
         optimizer = torch.optim.AdamW(stage.parameters())
-        for tokens in batches:  # e.g. (8, 65), the same on all ranks
+        for tokens in batches:  # the same on all ranks
             loss = plain_step(stage, optimizer, tokens, microbatches=4, groups=groups)
 
+    tests/tools/plain_train.py trains with it, on 8 processes of torchrun, say.
     dp divides the B sequences without a remainder, and microbatches those of a dp rank. All loss
     terms are divided by the number of tokens in the whole batch, so gradients are summed: over
     microbatches by autograd, and over dp by an all-reduce. Each rank then updates its own weights,

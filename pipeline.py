@@ -129,6 +129,8 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     """One step of 1F1B: gpipe_step() in another order, which keeps fewer activations.
 
+    It takes the same arguments, and returns the same.
+
     A rank first goes forward once per later stage: this is its warm-up. It then goes forward once
     more and waits for its first gradient. The last stage has no warm-up and need not wait, because
     its backward begins with its own loss. After a shorter warm-up, too few microbatches would be on

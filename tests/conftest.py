@@ -18,9 +18,25 @@ import ranks as rank_pool
 OF_TORCH = r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning:torch.jit._script"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--mine", metavar="FILE", help="what the workbook judges")
+
+
 def pytest_configure(config):
+    if config.option.mine:
+        config.mine = functions_of_reader(config.option.mine)
     config.addinivalue_line("filterwarnings", OF_TORCH)
     config.addinivalue_line("markers", "soak: long; left out of plain pytest, run by -m soak")
+
+
+def functions_of_reader(path):
+    """Return what judging.functions_of() does. pytest ends with an error if the file has one."""
+    from judging import functions_of
+
+    try:
+        return functions_of(path)
+    except Exception as error:
+        raise pytest.UsageError(f"--mine {path}: {error!r}") from error
 
 
 def pytest_report_header():
@@ -30,6 +46,20 @@ def pytest_report_header():
 def pytest_collection_modifyitems(config, items):
     if not config.option.markexpr:
         items[:] = [item for item in items if "soak" not in item.keywords]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """With --mine, say what is right, and which functions the file lacks."""
+    if config.option.mine is None:
+        return
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("skipped")]
+    properties = [each for report in reports for each in report.user_properties]
+    lacks = ", ".join(name for key, name in properties if key == "lacks")
+    terminalreporter.section(config.option.mine)
+    for key, text in properties:
+        if key == "said":
+            terminalreporter.write_line(text)
+    terminalreporter.write_line(f"skipped, since the file does not define them: {lacks or 'none'}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -335,25 +335,6 @@ def test_the_plain_forms_give_the_bits_and_send_the_bytes_of_the_fast_ones():
         assert sent == expected, name
 
 
-@on_ranks(1, 2, 3, 4)
-def test_the_plain_scatter_gather_and_swap_have_the_values_and_the_bytes_of_their_names():
-    rank, P = rank_and_size()
-    for dtype, n in itertools.product((torch.float32, torch.bfloat16, torch.int64), (0, 1, 5)):
-        everyone = _integers(P, P, n, dtype=dtype, seed=n)
-        mine = everyone[rank].clone()
-        total = everyone.double().sum(0).to(dtype)
-        for plain, input, expected in [
-            (plain_reduce_scatter, mine, total[rank]),
-            (plain_all_gather, mine[0], everyone[:, 0]),
-            (plain_all_to_all, mine, everyone[:, rank]),
-        ]:
-            output = torch.full_like(expected, 99)
-            _, sent = _counted(lambda: plain(output, input))
-            _same(output, expected)
-            assert sent == (P - 1) * n * mine.itemsize, plain
-        _same(mine, everyone[rank])
-
-
 @on_ranks(2)
 def test_the_plain_forms_refuse_unequal_sizes_other_dtypes_and_tensors_with_gaps():
     x = torch.zeros

@@ -17,9 +17,7 @@ from replicas import assert_close, demonstration, interleaved_group
 from reference_gpt import attention
 from sequence_parallel import (
     allgather_attention, context_parallel_bytes, context_positions, gathered_blocks,
-    ring_attention, ring_block, simple_allgather_attention, simple_ring_attention,
-    simple_ulysses_attention,
-    ulysses_attention,
+    ring_attention, ring_block, simple_ring_attention, ulysses_attention,
 )
 from transformer import Peak, saved_bytes
 
@@ -43,23 +41,6 @@ def _reference(tensors, grad):
     output = attention(*whole)
     output.backward(grad.double())
     return [output.detach(), *[x.grad for x in whole]]
-
-
-@pytest.mark.parametrize("simple, method", [
-    (simple_allgather_attention, "allgather"), (simple_ulysses_attention, "ulysses"),
-])
-@on_ranks(1, 2, 3)
-def test_the_short_forms_agree_with_the_full_ones_and_with_one_rank(simple, method):
-    """The output and the gradients of q, k and v. The full ones have positions in zig-zag order."""
-    rank, P = rank_and_size()
-    torch.manual_seed(shifted(0))
-    *tensors, grad = torch.randn(4, 2, 2 * P, 6 * P, 8, dtype=torch.float64)
-    positions = torch.arange(6 * P).chunk(P)[rank]
-    found = _attend(simple, tensors, grad, positions, torch.float64)
-    full = _attend(method, tensors, grad, context_positions(6 * P), torch.float64)
-    for part, other, whole in zip(found, full, _reference(tensors, grad), strict=True):
-        assert_close(part, whole[:, :, positions])
-        assert_close(other, whole[:, :, context_positions(6 * P)])
 
 
 def test_a_sequence_without_tokens_and_an_unknown_method_are_refused():

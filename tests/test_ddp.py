@@ -197,17 +197,6 @@ def test_a_bucket_is_filled_to_its_cap_and_buckets_have_the_order_in_which_they_
     assert ddp.fill_buckets([a, b, c], 512, kind=lambda p: p is b) == [[b], [a, c]]
 
 
-@on_ranks(1, 2, 3)
-def test_buckets_alone_give_the_gradients_of_the_whole_batch():
-    net, x = make_net(), make_data(2 * dist.get_world_size())
-    trained = [p for p in net.parameters() if p.requires_grad]
-    buckets = [ddp.Bucket(trained[half::2]) for half in range(2)]
-    for _ in range(2):
-        net.zero_grad()
-        ddp.backward_in_buckets(mean_square(net, own_part(x)), buckets)
-        assert_close(whole_gradients(net), whole_batch(net, x))
-
-
 @on_ranks(2)
 def test_a_wrapper_is_a_module_with_the_state_of_pytorchs():
     make = lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -18,7 +18,7 @@ import expert_parallel
 from collectives import count_bytes, gather_objects, observe, rank_and_size
 from expert_parallel import (
     DispatchPlan, Experts, FullPrecisionLinear, MoE, Router, dispatch_and_combine,
-    expert_parallel_bytes, switch, switch_layer, tally_metrics, two_hops,
+    expert_parallel_bytes, switch, tally_metrics, two_hops,
 )
 from gpu_counts import batches, nccl_over_gloo, waits
 from layouts import soak_but
@@ -196,26 +196,6 @@ def check_experts(dtype, D, width, sizes, device="cpu"):
     for one, other in zip(found, [expected, *(t.grad for t in exact)]):
         assert_close(one.double(), other, tolerance)
     assert not any(w.grad[idle].any() for w in experts.parameters())
-
-
-@on_ranks(1, 2, 3)
-def test_the_plain_layer_has_the_gradients_of_one_process_also_of_its_router():
-    rank, P = rank_and_size()
-    torch.manual_seed(shifted(0))
-    tokens = torch.randn(P, 7, 4, dtype=torch.float64, requires_grad=True)
-    router = torch.randn(P, 4, dtype=torch.float64, requires_grad=True)
-    matrices = torch.randn(P, 4, 4, dtype=torch.float64, requires_grad=True)
-    weights, experts = (tokens @ router.t()).softmax(-1).max(-1)
-    whole = weights.unsqueeze(-1) * torch.einsum("rnd,rnde->rne", tokens, matrices[experts])
-    expected = torch.autograd.grad(whole.square().sum(), (tokens, router, matrices))
-    own = [t.detach().clone().requires_grad_() for t in (tokens[rank], router, matrices[rank])]
-    y = switch_layer(own[0], own[1], lambda rows: rows @ own[2])
-    y.square().sum().backward()
-    assert_close(y, whole[rank], 1e-12)
-    dist.all_reduce(own[1].grad)
-    of_tokens, of_router, of_matrices = expected
-    for found, wanted in zip(own, (of_tokens[rank], of_router, of_matrices[rank])):
-        assert_close(found.grad, wanted, 1e-12)
 
 
 @on_ranks(1, 2, 3)

@@ -466,21 +466,6 @@ def test_any_schedule_step_by_step_gives_the_bits_of_the_executor(name, p):
         assert all(torch.equal(one.grad, other.grad) and one.grad.any() for one, other in pairs)
 
 
-@on_ranks(1, 2, 3)
-def test_plain_forms_take_microbatches_of_unlike_sizes_and_of_any_strides():
-    rank, p = rank_and_size()
-    torch.manual_seed(shifted(0))
-    layers = nn.Sequential(*[nn.Linear(4, 4).double() for _ in range(p)])
-    inputs, targets = torch.randn(2, 4, 18, dtype=torch.float64).mT  # columns are contiguous
-    _loss(layers(inputs), targets).backward()
-    for plain_step in (gpipe_step, one_f_one_b_step):
-        stage = copy.deepcopy(layers[rank]).requires_grad_()
-        stage.zero_grad()
-        plain_step(stage, inputs.split(4), targets.split(4), _loss)  # of 4, 4, 4, 4 and 2 rows
-        for parameter, whole in zip(stage.parameters(), layers[rank].parameters()):
-            assert torch.allclose(parameter.grad, whole.grad, rtol=0, atol=1e-12)
-
-
 @on_ranks(1)
 @pytest.mark.parametrize("norm, is_same", [(nn.LayerNorm, True), (nn.BatchNorm1d, False)])
 def test_microbatches_change_the_gradients_of_batch_norm_and_not_of_layer_norm(norm, is_same):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference_gpt
 import tensor_parallel
-from collectives import all_reduce_bytes, count_bytes, gather_objects, observe, rank_and_size
+from collectives import count_bytes, gather_objects, observe, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
 from ranks import least_bytes, on_ranks, shifted, soak
@@ -29,8 +29,8 @@ from tensor_parallel import (
     ShardedRandomState, VocabParallelEmbedding, alexnet_bytes, attention, boxes_between,
     check_gradients_over_tp, column_linear, column_parallel_linear, mark_sum_over_tp,
     parameters_to_sum_over_tp, row_linear, row_parallel_linear, set_shard, shards_of,
-    split_attention, split_cross_entropy, split_embedding, split_mlp, sum_gradients_over_tp,
-    tensor_parallel_layer_bytes, views_in_whole, vocab_parallel_cross_entropy,
+    sum_gradients_over_tp, tensor_parallel_layer_bytes, views_in_whole,
+    vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
@@ -331,56 +331,6 @@ def test_a_frozen_weight_keeps_only_itself_for_backward(make):
     with saved_bytes() as count:
         layer(x)
     assert count() == layer.weight.nbytes
-
-
-@on_ranks(1, 2, 3)
-def test_the_plain_mlp_has_the_output_and_the_gradients_of_one_process():
-    rank, P = rank_and_size()
-    torch.manual_seed(shifted(0))
-    sizes = (5, 4), (6 * P, 4), (4, 6 * P)
-    x, up, down = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes)
-    whole = F.linear(F.gelu(F.linear(x, up), approximate="tanh"), down)
-    expected = torch.autograd.grad(whole.square().sum(), (x, up, down))
-    parts = x, up.chunk(P)[rank], down.chunk(P, 1)[rank]
-    x, up, down = (part.detach().clone().requires_grad_() for part in parts)
-    z = split_mlp(x, up, down)
-    z.square().sum().backward()
-    of_x, of_up, of_down = expected
-    wanted = whole, of_x, of_up.chunk(P)[rank], of_down.chunk(P, 1)[rank]
-    for found, one in zip((z, x.grad, up.grad, down.grad), wanted):
-        assert torch.allclose(found, one, rtol=0, atol=1e-12)
-
-
-@on_ranks(1, 2, 3)
-def test_the_plain_attention_and_vocabulary_have_the_gradients_of_one_process():
-    """Embedding, attention and loss in a row, with heads that each attend differently."""
-    rank, P = rank_and_size()
-    torch.manual_seed(shifted(0))
-    V, B, T, K, heads = 3 * P, 2, 8 * P, 2, 2 * P
-    D = heads * K
-    shapes = (V, D), (3, D, D), (D, D), (V, D)
-    whole = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    tokens, target = torch.randint(V, (2, B, T))
-    embedding, qkv, out, head = whole
-    x = embedding[tokens]
-    q, k, v = (F.linear(x, matrix).view(B, T, heads, K).transpose(1, 2) for matrix in qkv)
-    y = F.linear(attention(q, k, v).transpose(1, 2).flatten(2), out)
-    logits = 400 * F.linear(y, head).flatten(0, 1)  # exp() of the largest would overflow
-    expected = F.cross_entropy(logits, target.flatten(), reduction="none")
-    gradients = torch.autograd.grad(expected.sum(), whole)
-    part = lambda tensor, dim: tensor.detach().chunk(P, dim)[rank].clone().requires_grad_()
-    dims = 0, 1, 1, 0
-    own = [part(tensor, dim) for tensor, dim in zip(whole, dims)]
-    embedding, qkv, out, head = own
-    y = split_attention(split_embedding(tokens, embedding), qkv, out, K)
-    logits = 400 * column_linear(y, head).flatten(0, 1)
-    with least_bytes(), count_bytes() as traffic:
-        losses = split_cross_entropy(logits, target.flatten())
-    assert traffic.bytes() == 3 * all_reduce_bytes(B * T * 8, P)
-    losses.sum().backward()
-    assert_close(losses, expected, 1e-12)
-    for tensor, dim, gradient in zip(own, dims, gradients):
-        assert_close(tensor.grad, gradient.chunk(P, dim)[rank], 1e-11)
 
 
 @split_or_not

@@ -340,22 +340,6 @@ def _update_with_momentum():
 
 
 @on_ranks(1, 3)
-def test_the_short_form_of_stage_1_takes_the_step_of_one_process():
-    x, net, alone = make_data(2 * dist.get_world_size()), make_net(), make_net()
-    trained = [p for p in net.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    momentum, update = _update_with_momentum()
-    for _ in range(3):
-        for model, part in ((alone, x), (net, own_part(x))):
-            model.zero_grad()
-            mean_square(model, part).backward()
-        optimizer.step()
-        zero.sharded_step(trained, update)
-    assert_close(net.state_dict(), alone.state_dict())
-    assert momentum["sum"].numel() == -(-sum(p.numel() for p in trained) // dist.get_world_size())
-
-
-@on_ranks(1, 3)
 def test_the_short_form_of_stage_2_frees_the_gradients_of_a_unit_before_the_next_ones_exist():
     (rank, P), net, alone = rank_and_size(), stack(), stack()
     alone.load_state_dict(net.state_dict())
@@ -378,23 +362,6 @@ def test_the_short_form_of_stage_2_frees_the_gradients_of_a_unit_before_the_next
     assert kept == [1] * 12
     assert [momentum["sum"].numel() for momentum in momenta] == [96 * 96 // P] * 4
     assert_close(net.state_dict(), alone.state_dict(), 1e-5)
-
-
-@on_ranks(1, 3)
-def test_the_short_form_of_stage_3_has_the_gradients_of_one_process_and_the_papers_bytes():
-    (rank, P), net = rank_and_size(), stack()
-    x = torch.ones(2, 96) + rank
-    loss = lambda net: sum(mean_square(net, torch.ones(2, 96) + r) for r in range(P))
-    gradients = gradients_alone(net, loss)
-    shards, layouts = zero.shard_units(net.blocks)
-    assert [shard.untyped_storage().nbytes() for shard in shards] == [96 * 96 * 4 // P] * 4
-    assert not any(parameter.untyped_storage().nbytes() for parameter in net.parameters())
-    units = net.to("meta").blocks  # their own parameters are not read
-    with least_bytes(), count_bytes() as traffic:
-        zero.fsdp_forward(units, x, shards, layouts).square().mean().backward()
-    assert traffic.bytes() == zero_bytes(3, len(shards) * 96 * 96 * 4, P)
-    for shard, layout, gradient in zip(shards, layouts, gradients.values(), strict=True):
-        assert_close(shard.grad, layout.pack([gradient]).chunk(P)[rank], 1e-5)
 
 
 # ---- replicas of shards, and 32-bit copies of them -----------------------------------------------

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy, gelu
+from torch.utils._pytree import tree_map
 
 import hybrid
 import verify
@@ -18,7 +20,7 @@ from pipeline import SCHEDULES
 from ranks import quoted, run, shifted, soak
 from reference_gpt import MLP as ReferenceMLP
 from reference_gpt import MoE as ReferenceMoE
-from reference_gpt import ReferenceGPT, ReferenceTraining, initial_values, reference_gpt
+from reference_gpt import ReferenceGPT, ReferenceTraining, attention, initial_values, reference_gpt
 from verify import gathered
 
 STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 4, 32, 8, 12, 67
@@ -376,3 +378,52 @@ def train_on_text(flags, folder, batches=3):
     hybrid.train(hybrid.parse(words, dist.get_world_size()), torch.device("cpu"))
     lines = metrics.read_text().splitlines() if dist.get_rank() == 0 else []
     return [json.loads(line) for line in lines]
+
+
+# ---- the model of plain_step() -------------------------------------------------------------------
+
+GRID = dict(V=19, T=6, D=12, heads=6, layers=6, batch=4)
+
+
+def whole_weights(V, T, D, layers, **_):
+    """Return plain_weights() with more spread, so that attention matters."""
+    torch.manual_seed(shifted(7))
+    return tree_map(lambda weight: 25 * weight, hybrid.plain_weights(V, T, D, layers))
+
+
+def leaves_of(whole):
+    """Return all weights of plain_step()'s model, which are to get gradients."""
+    leaves = [whole[name] for name in ("tokens", "positions", "head")]
+    leaves += [weight for layer in whole["layers"] for weight in layer.values()]
+    return [weight.requires_grad_() for weight in leaves]
+
+
+def loss_by_one_process(whole, tokens, heads):
+    """Return the mean loss of plain_step()'s model on whole tensors, with attention by hand.
+
+    If layers have a router, their "up" and "down" are those of experts, in a first dim.
+    """
+    norm = lambda x: (x - x.mean(-1, True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    x = whole["tokens"][tokens[:, :-1]] + whole["positions"][: tokens.size(1) - 1]
+    for layer in whole["layers"]:
+        q, k, v = (norm(x) @ part.T for part in layer["qkv"])
+        split = lambda y: y.view(*y.shape[:2], heads, -1).transpose(1, 2)
+        y = attention(split(q), split(k), split(v)).transpose(1, 2).flatten(2)
+        x = x + y @ layer["out"].T
+        y = norm(x)
+        mlp = lambda up, down: gelu(y @ up.T, approximate="tanh") @ down.T
+        if "router" in layer:
+            weights, chosen = (y @ layer["router"].T).softmax(-1).max(-1, keepdim=True)
+            for expert, matrices in enumerate(zip(layer["up"], layer["down"])):
+                x = x + weights * (chosen == expert) * mlp(*matrices)
+        else:
+            x = x + mlp(layer["up"], layer["down"])
+    return cross_entropy((norm(x) @ whole["head"].T).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def counterpart(whole, name, first_layer):
+    """Return the whole weight of which a PlainStage's parameter of this name is a part."""
+    if not name.startswith("layers."):
+        return whole[name]
+    _, layer, weight = name.split(".")
+    return whole["layers"][first_layer + int(layer)][weight]

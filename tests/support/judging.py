@@ -1,0 +1,323 @@
+"""What the judges of exercises.py share, and how they run.
+
+judge() runs one in groups of 1, 2, 3 and 4 ranks. Smaller groups are the last of the ranks, so a
+rank's number in its group is not its global rank.
+"""
+
+import importlib
+import inspect
+import math
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import module_from_spec, spec_from_file_location
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import ranks
+from collectives import Traffic, observe, rank_and_size
+
+
+class Wrong(Exception):
+    """What is wrong with a function, in a sentence for whoever has written it."""
+
+
+@dataclass
+class Exercise:
+    """A judge, and the functions that it gets: `names` of `module`.
+
+    sizes: of the grids of ranks that it runs on; it gets a group for each axis of a grid
+    """
+
+    module: str
+    names: tuple
+    checked: str
+    sizes: tuple
+    judge: Callable
+
+
+# ---- what a function sends -----------------------------------------------------------------------
+
+COLLECTIVES = (  # the methods of a process group that torch.distributed's collectives call
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base",
+    "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
+    "alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter",
+)  # fmt: skip
+IN_VAIN = "waited in vain for"
+ERROR = "an error\n"
+LONGEST = 1 << 22  # bytes of a message, with its length
+
+
+class Message:
+    """A message that has been posted, for torch's Work. wait() tells whose part is missing."""
+
+    def __init__(self, work, waits_for, finish=None):
+        self.work = work
+        self.waits_for = waits_for
+        self.finish = finish
+
+    def wait(self, *timeout):
+        try:
+            done = self.work.wait(*timeout)
+        except RuntimeError as error:  # the limit has passed, or the peer's has
+            raise Wrong(f"{IN_VAIN} {self.waits_for}") from error
+        if self.finish:
+            self.finish()
+        return done
+
+    def __getattr__(self, name):
+        return getattr(self.work, name)
+
+
+@contextmanager
+def watched(builds=None):
+    """Yield the Traffic of this rank in the block, where torch's own collectives are refused.
+
+    builds: the collective that the exercise is to build, so ours are refused, too
+
+    All messages, also ours, pass through send() and recv() of a process group. To replace
+    dist.isend instead would break P2POp's check that its argument is dist.isend or dist.irecv.
+    Each message travels with its length, because gloo aborts the process if it is longer than the
+    tensor that receives it, and fills only a part of the tensor if it is shorter.
+    """
+    traffic = Traffic()
+    torch_send, torch_recv = dist.ProcessGroup.send, dist.ProcessGroup.recv
+
+    def bytes_of(group, tensor):
+        if group == dist.group.WORLD:
+            raise Wrong("a message is sent or received among all ranks: pass `group` on")
+        if not tensor.is_contiguous():
+            raise Wrong(f"a message is not contiguous: its strides are {tensor.stride()}")
+        return tensor.detach().view(-1).view(torch.uint8)
+
+    def send(group, tensors, peer, tag):
+        data = bytes_of(group, *tensors)
+        traffic.sent.append(("send", group, peer, len(data)))
+        length = torch.tensor([len(data)]).view(torch.uint8)
+        work = torch_send(group, [torch.cat([length, data])], peer, tag)
+        return Message(work, f"rank {peer} to receive {len(data):,} bytes")
+
+    def recv(group, tensors, peer, tag):
+        data = bytes_of(group, *tensors)
+        arriving = torch.empty(LONGEST, dtype=torch.uint8)
+
+        def finish():
+            length = arriving[:8].view(torch.int64).item()
+            if length != len(data):
+                sizes = f"a tensor of {len(data):,} bytes receives {length:,}"
+                raise Wrong(f"{sizes} from rank {peer}")
+            data.copy_(arriving[8 : 8 + length])
+
+        work = torch_recv(group, [arriving], peer, tag)
+        return Message(work, f"rank {peer} to send {len(data):,} bytes", finish)
+
+    instead = f"this exercise is to build {builds}" if builds else "use that of collectives.py"
+
+    def refuse(*_, **__):
+        caller = inspect.currentframe().f_back.f_code.co_name  # such as all_reduce
+        raise Wrong(f"torch.distributed.{caller}() is called: {instead}")
+
+    def listen(event, operation, *_):
+        if builds and operation.name != "plain_exchange":
+            raise Wrong(f"{operation.name}() is called: {instead}")
+
+    replaced = dict.fromkeys(COLLECTIVES, refuse) | {"send": send, "recv": recv}
+    with ExitStack() as stack, ranks.least_bytes(), observe(listen):
+        for method, replacement in replaced.items():
+            stack.enter_context(patch.object(dist.ProcessGroup, method, replacement))
+        yield traffic
+
+
+def check_bytes(sent, expected, P, rule, slack=0):
+    """Return a sentence about the bytes that this rank has sent, which are right up to `slack`.
+
+    rule: how they are computed
+    """
+    if abs(sent - expected) > slack:
+        than = f"{abs(sent - expected):,} too {'many' if sent > expected else 'few'}"
+        raise Wrong(f"{sent:,} bytes are sent, {than}: {expected:,} is right, {rule}")
+    return f"{sent:,} bytes sent by each of {P} ranks, {rule}"
+
+
+# ---- what a function computes --------------------------------------------------------------------
+
+
+def check_same(what, found, expected, P, mistakes=()):
+    """Raise Wrong with the first wrong element, and its cause if it is known, unless all are right.
+
+    mistakes: pairs (what a mistake gives, the mistake in a sentence)
+    """
+    if found is None:
+        raise Wrong(f"{what} is None")
+    if found.shape != expected.shape:
+        raise Wrong(f"{what} has the shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    found = found.detach().to(expected.dtype)
+    expected = expected.detach()
+    close = lambda tensor: torch.isclose(found, tensor, rtol=1e-9, atol=1e-12)
+    wrong = ~close(expected)
+    if not wrong.any():
+        return
+    index = tuple(wrong.nonzero()[0].tolist())
+    one, other = found[index].item(), expected[index].item()
+    where = f"element {list(index)}" if index else "it"
+    text = f"{what} is wrong: {where} is {one:.6g}, not {other:.6g}, which is off by "
+    text += f"{one - other:.6g}; {wrong.sum():,} of {wrong.numel():,} elements are wrong"
+    large = f"all are {P} times too large: a sum that should be a mean, or a second sum"
+    small = f"all are 1/{P} of what is right: a mean that should be a sum, or a second mean"
+    usual = [(expected * P, large), (expected / P, small)]
+    for result, mistake in [*mistakes, *usual]:
+        if close(result).all():
+            text += f". {mistake[0].upper()}{mistake[1:]}"
+            break
+    raise Wrong(text)
+
+
+IN_BACKWARD_ONLY = ". The result is right, so look at backward: is a sum missing, or one too many?"
+
+
+def check_parts(mine, reference, whole, dims, group, result_dim=None, mistakes=None, **options):
+    """Compare mine(parts) with reference(whole), and all gradients; return the bytes sent.
+
+    whole: {name of an argument: tensor}. dims: {name: the dim along which ranks split it}; of the
+        others each rank has a copy. result_dim: the same for the result
+    mistakes: a function of the whole tensors that returns mistakes for check_same()
+    options: other arguments of both
+    """
+    rank, P = rank_and_size(group)
+    part = lambda tensor, dim: tensor if dim is None else tensor.chunk(P, dim)[rank]
+    leaf = lambda tensor: tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+    own = {name: leaf(part(tensor, dims.get(name))) for name, tensor in whole.items()}
+    whole = {name: leaf(tensor) for name, tensor in whole.items()}
+    expected = reference(**whole, **options)
+    expected.square().sum().backward()
+    with watched() as traffic:
+        result = mine(**own, **options, group=group)
+        result.square().sum().backward()
+    known = [(part(wrong, result_dim), why) for wrong, why in mistakes(**whole)] if mistakes else []
+    check_same("the result", result, part(expected, result_dim), P, known)
+    for name, tensor in own.items():
+        if tensor.requires_grad:
+            gradient = part(whole[name].grad, dims.get(name))
+            with advice(IN_BACKWARD_ONLY):
+                check_same(f"the gradient of {name}", tensor.grad, gradient, P)
+    return traffic.bytes()
+
+
+@contextmanager
+def advice(text):
+    """Add a sentence to what is wrong."""
+    try:
+        yield
+    except Wrong as wrong:
+        raise Wrong(f"{wrong}{text}") from None
+
+
+# ---- judging -------------------------------------------------------------------------------------
+
+
+def functions_of(path):
+    """Return the functions and classes {name: object} that a file defines, rather than imports."""
+    spec = spec_from_file_location("mine", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == "mine"}
+
+
+def make_groups(sizes, limit):
+    """Return this rank's groups, one for each axis of a grid of the last ranks; None outside it.
+
+    A message that does not arrive in `limit` seconds is an error.
+    """
+    rank, world_size = rank_and_size()
+    grid = torch.arange(world_size - math.prod(sizes), world_size).view(sizes)
+    groups = []
+    for axis, size in enumerate(sizes):
+        for members in grid.movedim(axis, -1).reshape(-1, size).tolist():
+            group = dist.new_group(members, timeout=timedelta(seconds=limit))
+            if rank in members:
+                groups.append(group)
+    return groups or None
+
+
+def complaint(error, path):
+    """Return what an error says, from the first frame in the reader's file on."""
+    if isinstance(error, Wrong):
+        return str(error)
+    frames = error.__traceback__
+    while path and frames and frames.tb_frame.f_code.co_filename != str(path):
+        frames = frames.tb_next
+    lines = traceback.format_exception(type(error), error, frames or error.__traceback__)
+    return ERROR + "".join(lines)
+
+
+def run_judge(of, path, limit):
+    """Judge an exercise on these ranks. Return whether it is right, and what there is to say."""
+    found = functions_of(path) if path else {}
+    module = importlib.import_module(of.module)
+    functions = [found.get(each) or getattr(module, each) for each in of.names]
+    right = []
+    for sizes in of.sizes:
+        said = fault = None
+        groups = make_groups(sizes, limit)
+        torch.manual_seed(ranks.shifted(0))
+        try:
+            if groups:
+                said = of.judge(*functions, *groups)
+        except Exception as error:
+            fault = complaint(error, path)
+        P = math.prod(sizes)
+        told = gathered((said, fault))[-P:]
+        faults = {}  # {fault: the ranks that have it}
+        for rank, (_, fault) in enumerate(told):
+            if fault:
+                faults.setdefault(fault, []).append(rank)
+        number = " x ".join(map(str, sizes))
+        if faults:
+            lines = [f"wrong on {number} rank{'s' * (P > 1)}"]
+            if right:
+                lines[0] += f", right on {listed(right)}"
+            if any(IN_VAIN in fault for fault in faults):
+                lines[0] += f"; the limit for a message is {limit} s"
+            for fault, of_ranks in faults.items():
+                lines.append(f"rank{'s' * (len(of_ranks) > 1)} {listed(of_ranks)}: {fault}")
+            return False, "\n".join(lines)
+        right.append(number)
+        said, _ = told[0]
+    return True, f"right on {listed(right)} ranks; {said}"
+
+
+def gathered(value, group=None):
+    """Return every rank's value, by torch's own means: ours could meet a message left by `mine`."""
+    values = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        raise Wrong(f"{IN_VAIN} another rank to return") from error
+    return values
+
+
+def listed(items):
+    """Return "1, 2 and 3"."""
+    *others, last = map(str, items)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def judge(of, path=None, limit=20):
+    """Return a sentence about a right function: ours, or that of the file. Raise Wrong otherwise.
+
+    of: an Exercise. A message that is not received in `limit` seconds is a fault.
+    """
+    world_size = max(map(math.prod, of.sizes))
+    try:
+        (right, text), *_ = ranks.run(world_size, run_judge, of, path, limit, timeout=limit + 20)
+    except ranks.RanksFailed as error:  # a rank has died, or does something without end
+        raise Wrong(error) from None
+    if right:
+        return text
+    if IN_VAIN in text or ERROR in text:
+        ranks.pool.close()  # in its ranks, a message could still arrive in memory that is freed
+    raise Wrong(text)
