@@ -18,7 +18,7 @@ upper floor keeps it balanced.
 
 A rank holds   E/P whole experts and a copy of the router
 It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its backward, if each
-               rank has N tokens of width D (h in other files) and routing is even
+               rank has N tokens of width D and routing is even
 Overlap        on the upper floor, some tokens travel while experts compute others, and while
                another microbatch computes, as in DeepSeek's DualPipe
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
@@ -119,22 +119,30 @@ def switch_layer(x, router, compute, group=None):
 class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
 
-    experts: num_experts MLPs of width ffn_hidden, of which each token uses top_k, and as many more
-        as shared_experts, which every token uses. activation (without parameters), gated: see
-        Experts. capacity_factor: at most how many tokens an expert takes, see within_capacity().
+    hidden, ffn_hidden, num_experts, top_k: D, the width of an expert, E and k.
+    capacity_factor: a limit for the tokens of an expert, see within_capacity(). None for no limit.
+    shared_experts: the number of experts that every token uses in addition.
+    activation, gated: see Experts. The activation must not have parameters.
     router: further arguments of Router.
-    balance: balance_coefficient and z_coefficient are the factors of two losses whose gradients
-        backward adds; 0 switches a loss off. They are means over the tokens of the grid of ranks
-        of which balance_groups has this rank's group along each axis, such as dp, cp and tp (by
-        default, the grid is this rank). loss_scale: see set_loss_scale().
-    ranks: those of tp_group have the same tokens, (T, ..., D); each routes its chunk of dim 0, and
-        the results are gathered. nodes: (node_group, cross_group) of two_hops().
-    overlap: parts, into which the tokens are divided (see "rows under way"), and the attribute
-        hand_over, None or a function to call while rows travel (see Turns in pipeline.py). All
-        ranks of `group` need the same parts, and functions that post the same messages.
 
-    Seed PyTorch's generator alike on all ranks before the layer is made. Then the copies of its
-    router are equal, and each rank draws all experts and keeps its own, so that no two are equal.
+    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0. The
+        layer does not return these losses, but backward adds their gradients.
+    loss_scale: a further factor of both losses, see set_loss_scale().
+    balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
+        losses are means over the tokens of the grid, which costs an all-reduce of E counts over
+        each group. By default, the grid is this rank alone.
+
+    tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dim 0, and the
+        results are gathered. With None, every rank has tokens of its own.
+    nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
+    parts: the number of parts in which tokens travel, see "rows under way".
+
+    Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
+    router are equal, and no two experts are: each rank draws all of them and keeps its own.
+
+    The attribute hand_over is None, or a function to call while rows travel, so that something else
+    can compute meanwhile: see Turns in pipeline.py. All ranks of `group` must have the same parts,
+    and a hand_over that posts the same messages, if it posts any.
 
     Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
     router and of the shared experts are R: the gradients of their copies must be summed.
@@ -143,7 +151,7 @@ class MoE(nn.Module):
     dropped, and this rank's parts of the two losses. After a step the caller sums the tallies over
     the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the tally to 0.
     The tally moves to the device of x in forward, so read the attribute anew in each step. Padding
-    counts as any other token, and takes room, so leave it out of x if it should not.
+    is routed, counted and takes room like any token; leave it out of x if it should not.
 
     Raises ValueError if P does not divide num_experts, or if capacity_factor or parts is not
     positive.
@@ -379,7 +387,10 @@ def _best(scores, count):
 
 @contextmanager
 def full_precision(device):
-    """Compute products inside in the dtype of their tensors, without TF32 and without autocast."""
+    """Compute products inside in the dtype of their tensors, without TF32 and without autocast.
+
+    PyTorch reads the setting for TF32 when a product is launched, so others are not affected.
+    """
     products = torch.backends.cuda.matmul
     precision = products.fp32_precision
     products.fp32_precision = "ieee"
@@ -393,11 +404,8 @@ def full_precision(device):
 class FullPrecisionLinear(torch.autograd.Function):
     """Return x W^T, (N, E), for x (N, D) and W (E, D), in full precision also in backward.
 
-    With torch.set_float32_matmul_precision("high"), a GPU rounds the factors of fp32 products to
-    TF32, whose mantissa has 10 bits, and tokens with close scores change their experts. PyTorch
-    reads the setting when a product is launched, so it can be changed for one product, and costs
-    about 1 us of the host. The product itself is slower, but small: it has 2 N D E FLOPs, and on an
-    H100 runs at 67 TFLOP/s in fp32 and at 495 in TF32.
+    With torch.set_float32_matmul_precision("high"), a GPU would round the factors to TF32, whose
+    mantissa has 10 bits, and tokens with close scores would change their experts.
     """
 
     @staticmethod
@@ -894,17 +902,17 @@ def two_hops(
     nodes = torch.arange(num_nodes, device=x.device)
     node_of = experts // per_node  # (N, k); -1 stays -1
     is_needed = (node_of.unsqueeze(2) == nodes).any(1)  # (N, num_nodes)
-    # the experts of the first hop are the nodes
+    # In the first hop a token chooses nodes in place of experts, each node at most once.
     plan = DispatchPlan(nodes.where(is_needed, -1), num_nodes, cross_group, parts, hand_over)
 
     def in_node(part, rows, experts, weights):
+        # On node 1 of nodes with 4 experts, the choices 1 5 6 become -1 1 2.
         is_here = experts // per_node == node
         experts = (experts % per_node).where(is_here, -1)
         args = rows, experts, weights, per_node, compute, node_group
         return dispatch_and_combine(*args, parts=parts, hand_over=hand_over)
 
     return carry(plan, [x, experts, weights], in_node, None, shared)
-
 
 
 # ---- cost, and a demonstration -------------------------------------------------------------------

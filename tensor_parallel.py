@@ -656,18 +656,18 @@ def _distances_from_mean(parameters, group):
 
 # ---- the linear layers' functions, and their overlap ---------------------------------------------
 #
-# column_linear() and row_linear() send and multiply in turns. These functions do as much, but where
-# a product does not need a message, both run at the same time. Their `sequence_parallel` replaces
-# the two all-reduces. f gathers the ranks' chunks of X, and its backward sums dX and leaves each
-# rank its chunk (a reduce-scatter). g is the reverse:
+# column_linear() and row_linear() wait for each message before they multiply again. The functions
+# of this section compute the same, but messages travel beside products that do not need them. With
+# `sequence_parallel`, f gathers the ranks' chunks of X, and its backward is a reduce-scatter, which
+# sums dX and gives each rank its chunk. g is the reverse:
 #
 #     column    forward     gather X;    Y = X W^T + b
 #               backward    gather X;    dX = dY W, and scatter its sum;    dW = dY^T X
 #     row       forward     Z = Y W^T, and scatter its sum
-#               backward    gather dZ;    dY = dZ W;    dW = dZ^T Y
+#               backward    gather dZ;   dY = dZ W;                         dW = dZ^T Y
 #
-# A column-parallel layer keeps only its chunk of X, and gathers X again in backward, while dY W is
-# computed. It computes dW while dX is summed, with or without sequence parallelism.
+# A column-parallel layer keeps only its chunk of X for backward, which gathers X again while it
+# computes dY W. It computes dW while dX is summed, with or without sequence parallelism.
 
 
 def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
