@@ -113,7 +113,7 @@ from sequence_parallel import (
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
     VocabParallelEmbedding, attention, check_gradients_over_tp, column_parallel_linear,
-    mark_sum_over_tp, split_attention, split_mlp, sum_gradients_over_tp, views_in_whole,
+    mark_sum_over_tp, split_attention, split_mlp, sum_gradients_over_tp,
     vocab_parallel_cross_entropy,
 )
 from zero import AdamW, FullyShardedDataParallel
@@ -1160,6 +1160,56 @@ def placements_of(chunks, homes, replicated):
             )  # fmt: skip
             placements.append(row)
     return placements
+
+
+def boxes_between(shape, begin, end):
+    """Cut elements begin:end of a flattened tensor into boxes. Yield each as (first index, sizes).
+
+        shape (4, 2), 1:7      . 1       the rest of row 0     [0, 1], (1, 1)
+                               2 3       whole rows            [1, 0], (2, 2)
+                               4 5
+                               6 .       the start of row 3    [3, 0], (1, 1)
+    """
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    while begin < end:
+        index = [begin // stride % size for stride, size in zip(strides, shape)]
+        fits = lambda stride: begin % stride == 0 and begin + stride <= end
+        dim = next(dim for dim, stride in enumerate(strides) if fits(stride))  # outermost
+        count = min((end - begin) // strides[dim], shape[dim] - index[dim])
+        yield index, (*[1] * dim, count, *shape[dim + 1 :])
+        begin += count * strides[dim]
+
+
+def views_in_whole(parameter, tensor, shard=None):
+    """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
+
+    parameter: this rank's part (the whole if `shard` is None), or ZeRO's piece of that part.
+    tensor: the parameter, or a tensor of the same layout, such as .grad.
+
+        row of the whole, (6, 2)  rank 0 (see Shard)  ZeRO's piece, offset 1  {index: shape of view}
+        0                         0 1                 . 1                     (0, 1): (1, 1)
+        1                         2 3                 2 3                     (1, 0): (1, 2)
+        4                         4 5                 4 5                     (4, 0): (1, 2)
+    """
+    shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
+    begin = getattr(parameter, "offset", 0)
+    rest = tensor.detach().view(-1)
+    if not shape:  # a single number
+        return shape, {(): part.view(()) for part in rest}
+    dim, runs, total = 0, [(0, shape[0])], shape[0]
+    if shard is not None:
+        dim, runs, total = shard.dim, shard.runs(), sum(shard.blocks)
+    views = {}
+    assert dim == 0 or len(runs) == 1  # runs are adjacent in this rank's part along dim 0 only
+    for row, rows in runs:
+        sizes = (*shape[:dim], rows, *shape[dim + 1 :])
+        numel = math.prod(sizes)
+        for index, box in boxes_between(sizes, begin, min(begin + len(rest), numel)):
+            index[dim] += row
+            views[tuple(index)] = rest[: math.prod(box)].view(box)
+            rest = rest[math.prod(box) :]
+        begin = max(begin - numel, 0)
+    return (*shape[:dim], total, *shape[dim + 1 :]), views
 
 
 # ---- model ---------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from layouts import (
 from pipeline import SCHEDULES, interleaved, one_f_one_b_step, pipeline_bytes
 from ranks import least_bytes, on_ranks, run, shifted, soak
 from reference_gpt import MoE as ReferenceMoE
-from reference_gpt import ReferenceTraining, attention
+from reference_gpt import ReferenceTraining
 from sequence_parallel import simple_allgather_attention
 from tensor_parallel import split_mlp, tensor_parallel_layer_bytes
 from transformer import saved_bytes
