@@ -482,7 +482,7 @@ def _time_gpt(device, rounds):
     flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in GPT_350M.items())
     flags += f" --batch-size {SEQUENCES} --microbatches 1 --dtype bf16"
     args = hybrid.parse(flags.split(), 1)
-    trainer = hybrid.Trainer(args, hybrid.make_mesh(args), device)
+    trainer = hybrid.Trainer(args, hybrid.make_mesh(args, device=device), device)
     tokens = torch.randint(GPT_350M["vocab_size"], (SEQUENCES, GPT_350M["seq_len"] + 1))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
