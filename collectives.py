@@ -3,8 +3,8 @@
 A rank is a process, which has a GPU of its own or runs on CPU cores. A process group is P ranks,
 which share no memory and send tensors to each other. All collectives here are built on one
 primitive, a batch of sends and receives that progress together; a step is one batch. D is the size
-of the full tensor in bytes. The rows with log2(P) hold for powers of two, or are the depth of a
-tree; all_reduce_cost() covers every P for the all-reduces.
+of the full tensor in bytes. Rows with log2(P) assume that P is a power of two. For other P, a tree
+(broadcast, reduce) takes log2(P) steps, rounded up, and all_reduce_cost() has the all-reduces.
 
                            the result, or how it is computed     a rank sends     steps
     all_reduce             the sum of all ranks' tensors
@@ -23,11 +23,11 @@ tree; all_reduce_cost() covers every P for the all-reduces.
     scatter                rank r has the root's chunk r          (P-1)/P D       1
     gather                 the root has every rank's chunk        D/P             1
 
-A rank holds   its tensors, and scratch memory for partial sums and arriving chunks, which does not
-               grow with D where long tensors are cut into segments. Not cut are halving_doubling
-               (up to 3/4 D for P = 2^k), recursive_doubling (2 D), naive (P D), a reduce (log2(P) D
-               at its root), and a ring on NCCL (2/P D). For other P, some ranks of the doubling
-               algorithms need another D, and a tensor that is not contiguous is copied
+A rank holds   its tensors, and scratch memory for partial sums and arriving chunks. It does not
+               grow with D where long tensors are cut into segments. Not cut are halving_doubling,
+               which needs 3/4 D, recursive_doubling (2 D), naive (P D), a reduce (log2(P) D at its
+               root), and a ring on NCCL (2/P D). If P is not a power of two, some ranks of the
+               doubling algorithms need D more. A tensor with gaps in memory is copied
 It sends       what the table says. In a broadcast or a scatter only the root sends that much; in a
                reduce or a gather it sends nothing. The chunks of all_gather may have unequal
                lengths, and each is sent P-1 times. No all-reduce lets every rank send less than
@@ -37,8 +37,8 @@ Overlap        with async_op=True an operation runs beside the caller's computat
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
                name of all_gather_single. Here the collectives of a group run one after the other,
                tensors need not be contiguous, reduce changes only the root's tensor, all_gather
-               takes unequal lengths on gloo, too, and copy_to_group() and the six functions below
-               it can be differentiated
+               takes unequal lengths on gloo, too, and autograd follows the seven functions from
+               copy_to_group() to all_to_all_in_group()
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -199,7 +199,7 @@ def plain_reduce_scatter(output, input, group=None):
     """Sum `input` over the group. Rank r keeps chunk r of the sum in `output`, 1/P as long."""
     rank, P = rank_and_size(group)
     check_fits(output, input, P * output.numel(), input.numel())
-    chunks = _equal_chunks(input, P)
+    chunks = input.view(-1).chunk(P)
     plain_run(_ring_reduce_scatter(chunks, output.view(-1), torch.add, rank), group)
 
 
@@ -207,7 +207,7 @@ def plain_all_gather(output, input, group=None):
     """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
     rank, P = rank_and_size(group)
     check_fits(output, input, output.numel(), P * input.numel())
-    chunks = _equal_chunks(output, P)
+    chunks = output.view(-1).chunk(P)
     chunks[rank].copy_(input.view(-1))
     plain_run(_ring_all_gather(chunks, rank), group)
 
@@ -215,20 +215,18 @@ def plain_all_gather(output, input, group=None):
 def plain_all_to_all(output, input, group=None):
     """Copy chunk j of rank i's `input` to chunk i of rank j's `output`, for all i and j."""
     rank, P = rank_and_size(group)
-    check_fits(output, input, output.numel(), input.numel())
-    outgoing = _equal_chunks(input, P)
-    arriving = _equal_chunks(output, P)
+    check_fits(output, input, output.numel(), input.numel() // P * P)
+    outgoing = input.view(-1).chunk(P)
+    arriving = output.view(-1).chunk(P)
     arriving[rank].copy_(outgoing[rank])
     plain_run(_pairwise(outgoing, arriving, rank), group)
 
 
-def _equal_chunks(tensor, P):
-    """View a contiguous tensor as P flat chunks. Raise RuntimeError if P does not divide it."""
-    return tensor.view(-1).unflatten(0, (P, -1)).unbind()
-
-
 def check_fits(output, input, elements, expected):
-    """Raise ValueError if sizes or dtypes differ. gloo would fill a part of a long output."""
+    """Raise ValueError if sizes or dtypes differ.
+
+    gloo aborts the process if a buffer is short, and fills a part of a long one in silence.
+    """
     if (elements, output.dtype) != (expected, input.dtype):
         made = f"input makes {expected} of {input.dtype}"
         raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
@@ -249,17 +247,16 @@ def _direct_reduce_scatter(chunks, output, combine, rank):
     P = len(chunks)
     if P == 1:
         output.copy_(chunks[0])
-    elif output.is_cuda and isinstance(combine, Reduction):
+    elif output.is_cuda and isinstance(combine, Reduction):  # on the upper floor
         yield from combine.reduce_at_once(chunks, output, rank)  # does the same in one GPU kernel
     else:
         parts = [torch.empty_like(output) for _ in chunks]
         yield from _pairwise(chunks, parts, rank)
         partial_sum = parts[rank]  # no message arrives in it
         parts[rank] = chunks[rank]
-        total, *others, last = parts
-        for part in others:
-            total = combine(total, part, out=partial_sum)
-        combine(total, last, out=output)
+        total = parts[0]
+        for r in range(1, P):
+            total = combine(total, parts[r], out=output if r == P - 1 else partial_sum)
 
 
 def _direct_all_gather(chunks, rank):
@@ -285,7 +282,7 @@ def _halving(chunks, output, combine, rank):
         received = torch.empty_like(_joined(kept))
         yield [(_joined(sent), partner)], [(received, partner)]
         total = combine(_joined(kept), received, out=received if half > 1 else output)
-        chunks = total.split_with_sizes([len(chunk) for chunk in kept])
+        chunks = total.split_with_sizes([chunk.numel() for chunk in kept])
 
 
 def _doubling(chunks, rank):
@@ -308,8 +305,10 @@ def _doubling(chunks, rank):
 
 def _joined(chunks):
     """View chunks that follow each other in memory as one tensor."""
-    first, *others = chunks
-    return first.as_strided((sum(map(len, chunks)),), (1,)) if others else first
+    if len(chunks) == 1:
+        return chunks[0]
+    length = sum(chunk.numel() for chunk in chunks)
+    return chunks[0].as_strided((length,), (1,))
 
 
 def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
@@ -718,6 +717,8 @@ def count_bytes():
 
 # ---- from a call to the wire ---------------------------------------------------------------------
 #
+# A call of a collective goes through these functions, each of which calls the one below it:
+#
 #     all_gather_single(output, input)   makes an Operation, and a function that makes generators
 #       launch()                         at once, or in the group's queue if others are pending
 #         Operation.complete()           tells listeners of the end, also if it is an error
@@ -763,7 +764,6 @@ def launch(operation, algorithms, outputs, inputs=(), backend=None):
 Pending = namedtuple("Pending", "finish is_completed")
 DONE = Pending(lambda: None, lambda: True)
 
-
 MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
 
 
@@ -795,7 +795,10 @@ class Operation:
         self.tell("begin")
 
     def wait(self):
-        """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
+        """Wait for the operation, or raise its error. On NCCL only the current stream waits.
+
+        Listeners hear of the wait as of an operation of its own.
+        """
         Operation("wait", self.group, of=self).complete(self.pending.finish)
         self.pending = DONE  # let go of the tensors
 
@@ -1056,7 +1059,7 @@ class _Stream:
 
         def finish():
             torch.cuda.current_stream().wait_event(event)
-            held.clear()  # later uses of their memory are ordered after the event
+            held.clear()  # whatever reuses their memory runs after the event
 
         return Pending(finish, event.query)
 
@@ -1249,12 +1252,9 @@ class Reduction:
 # ---- the collectives -----------------------------------------------------------------------------
 #
 # Each call makes an Operation, checks its tensors, and passes launch() a function that makes the
-# generators. An output that does not fit its input raises ValueError: gloo would abort the process
-# if a buffer were short, and fill a part of a long one in silence.
-#
-# With async_op=True each returns an Operation to wait() for. The root is src or dst, a global rank,
-# or group_src or group_dst, a rank of the group. By default it is global rank 0 (in PyTorch,
-# broadcast() and reduce() have no default).
+# generators. With async_op=True it returns the Operation, to wait() for. The root is src or dst, a
+# global rank, or group_src or group_dst, a rank of the group. By default it is global rank 0 (in
+# PyTorch, broadcast() and reduce() have no default).
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
@@ -1350,7 +1350,7 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     def by_backend(*flat):
         operation.by_backend(list(flat[:-1]), flat[-1])
 
-    equal = len(set(lengths)) == 1
+    equal = len(set(lengths)) == 1  # gloo's own function takes no other lengths
     return launch(operation, algorithms, outputs, [tensor], by_backend if equal else None)
 
 

@@ -18,7 +18,7 @@ upper floor keeps it balanced.
 
 A rank holds   E/P whole experts and a copy of the router
 It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its backward, if each
-               rank has N tokens of width D (h in other files) and routing is even
+               rank has N tokens of width D and routing is even
 Overlap        on the upper floor, some tokens travel while experts compute others, and while
                another microbatch computes, as in DeepSeek's DualPipe
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
@@ -107,262 +107,182 @@ def switch_layer(x, router, compute, group=None):
 # ==== upper floor =================================================================================
 #
 # This is expert parallelism: a router's choice, and two all-to-alls around the experts. What
-# follows sends a token to k experts, of which a rank has several. Then come the router and what
-# keeps it balanced, the experts, and the layer. The layer can have shared experts, which all tokens
-# use, and drops tokens only if its experts have a limited capacity. Two sections make it faster and
-# can be skipped at first: a layer in parts, some of which travel while others are computed, and two
-# hops to experts on other nodes, so that a token crosses to a node only once.
+# follows sends a token to k experts, of which a rank has several. It begins with the layer, MoE,
+# and goes on with what the layer rests on: the router and what keeps it balanced, the experts, and
+# the way of the tokens to the experts and back. On that way, the tokens can be divided into parts,
+# so that some travel while others are computed, and can go in two hops, so that a token crosses to
+# each node only once.
 
-# ---- dispatch and combine ------------------------------------------------------------------------
-#
-# A choice is a pair of a token and one of its k experts. One row travels for each choice. A rank
-# has G = E/P experts, and sorts the rows that it receives by expert. Here k = 1 and G = 2, so rank
-# 0 has E0 and E1, and rank 1 has E2 and E3:
-#
-#              tokens                  sorted by expert    after all-to-all    grouped by expert
-#     rank 0   t0(E2) t1(E0) t2(E1) -> t1 t2 | t0       -> t1 t2 | t3 t4    -> E0: t1 t3 t4   E1: t2
-#     rank 1   t3(E0) t4(E0) t5(E3) -> t3 t4 | t5       -> t0 | t5          -> E2: t0         E3: t5
-#
-# The steps are:
-#
-#     forward     counts      each rank is told how many rows each of its experts gets from each
-#                             rank. The host waits, since it needs the sizes of the next messages
-#                 dispatch    for each choice, the token's row of x goes to the expert's rank
-#                 combine     for each choice, the result comes back, is weighted and is added to y
-#     backward    1. for each choice, d result = weight * dy and d weight = result . dy
-#                 2. combine in reverse: the results' gradients go to the experts
-#                 3. the experts' backward. An expert has processed tokens of all ranks, so the
-#                    gradients of its matrices need no reduction over the group
-#                 4. dispatch in reverse: the gradients of the experts' inputs come back
-#                 5. a token's dx is the sum of its rows' gradients; d weight goes to the router
-#
-# On a GPU, rows are added by atomic operations, in any order, so the last bits may vary for k > 2.
+# ---- the layer -----------------------------------------------------------------------------------
 
 
-def dispatch_and_combine(
-    x, experts, weights, num_experts, compute, group=None, shared=None, parts=1, hand_over=None
-):
-    """Send each token to the ranks of its experts, compute there, and return the weighted sums.
+class MoE(nn.Module):
+    """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
 
-    x: (N, D). experts (-1 for none), weights: (N, k). Expert e is on rank e * P // num_experts.
-    compute: compute(rows, sizes, sizes_on_device) applies this rank's G experts to (M, D) rows,
-        which are sorted by expert. Both sizes, a list and a tensor, are the experts' row counts.
-    shared: a module whose output for x is added.
-    parts: the number of parts in which tokens travel: see "a layer in parts". compute() is called
-        for each part, and all ranks pass the same number.
-    hand_over: None, or a function to call before waiting for rows, in which another microbatch
-        can compute (Turns in pipeline.py).
-    Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
-    """
-    plan = DispatchPlan(experts, num_experts, group, parts, hand_over)
-    at_experts = lambda hop, rows: compute(rows, hop.sizes, hop.sizes_on_device)
-    return carry(plan, [x], at_experts, weights, shared)
+    hidden, ffn_hidden, num_experts, top_k: D, the width of an expert, E and k.
+    capacity_factor: a limit for the tokens of an expert, see within_capacity(). None for no limit.
+    shared_experts: the number of experts that every token uses in addition.
+    activation, gated: see Experts. The activation must not have parameters.
+    router: further arguments of Router.
 
+    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0. The
+        layer does not return these losses, but backward adds their gradients.
+    loss_scale: a further factor of both losses, see set_loss_scale().
+    balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
+        losses are means over the tokens of the grid, which costs an all-reduce of E counts over
+        each group. By default, the grid is this rank alone.
 
-def carry(plan, tensors, compute, weights=None, shared=None):
-    """Carry rows of the tensors (N, ...) to experts and results back. Return sums, (N, D).
+    tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dim 0, and the
+        results are gathered. With None, every rank has tokens of its own.
+    nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
+    parts: the number of parts in which tokens travel, see "rows under way".
 
-    plan: a DispatchPlan. compute: compute(hop, *rows), from rows to results. The first tensor is x.
-    weights, shared: those of dispatch_and_combine(), or None. With several parts, or with
-        hand_over, shared() computes while the first part travels. Otherwise it is launched before
-        the host waits for counts.
-    """
-    if len(plan.num_tokens) > 1 or plan.hand_over is not None:
-        return run_in_parts(plan, tensors, compute, weights, shared)
-    shared_y = shared(tensors[0]) if shared is not None else None
-    (hop,) = plan.hops()
-    # nested, so that no variable keeps the results while combine() sends a reordered copy
-    y = hop.combine(compute(hop, *map(hop.dispatch, tensors)), weights)
-    return y if shared is None else y + shared_y
+    Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
+    router are equal, and no two experts are: each rank draws all of them and keeps its own.
 
+    The attribute hand_over is None, or a function to call while rows travel, so that something else
+    can compute meanwhile: see Turns in pipeline.py. All ranks of `group` must have the same parts,
+    and a hand_over that posts the same messages, if it posts any.
 
-class DispatchPlan:
-    """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
+    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
+    router and of the shared experts are R: the gradients of their copies must be summed.
 
-    The arguments are those of dispatch_and_combine(). Part i of N tokens has num_tokens[i] of them,
-    which may be none. hops() yields a Hop for each part. On rank 0 of the picture above,
-    experts = 2 0 1 and G = 2. Counts are indexed by [rank][local expert]:
+    Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
+    dropped, and this rank's parts of the two losses. After a step the caller sums the tallies over
+    the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the tally to 0.
+    The tally moves to the device of x in forward, so read the attribute anew in each step. Padding
+    is routed, counted and takes room like any token; leave it out of x if it should not.
 
-        DispatchPlan()  order = 1 2 0, send_counts = [[1, 1], [1, 0]],
-                        receive_counts = [[1, 1], [2, 0]]
-        Hop             rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1,
-                        by_rank = 0 3 1 2, the inverse of by_expert
+    Raises ValueError if P does not divide num_experts, or if capacity_factor or parts is not
+    positive.
     """
 
-    def __init__(self, experts, num_experts, group=None, parts=1, hand_over=None):
-        _, world_size = rank_and_size(group)
+    def __init__(
+        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None,
+        capacity_factor=None, shared_experts=0, balance_coefficient=0.0, z_coefficient=0.0,
+        loss_scale=1.0, balance_groups=(), nodes=None, activation=None, gated=False, parts=1,
+        **router,
+    ):
+        super().__init__()
+        rank, world_size = rank_and_size(group)
+        if num_experts % world_size:
+            raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"{capacity_factor=} leaves no room for a token")
+        if parts < 1:
+            raise ValueError(f"{parts=} is less than 1")
+        self.num_experts, self.capacity_factor = num_experts, capacity_factor
+        self.group, self.nodes = group, nodes
+        self.parts = parts
+        self.hand_over = None
+        self.tp_group, self.balance_groups = tp_group, balance_groups
+        self.has_losses = bool(balance_coefficient or z_coefficient)
+        self.router = Router(hidden, num_experts, top_k, **router)
         num_local = num_experts // world_size
-        self.group, self.k = group, experts.shape[1]
-        self.hand_over = hand_over
-        each, left_over = divmod(len(experts), parts)
-        self.num_tokens = [each + (part < left_over) for part in range(parts)]
-        choices = experts.split(self.num_tokens)
-        counts = [count_choices(part, num_experts).view(world_size, -1) for part in choices]
-        send_counts = torch.cat(counts, 1)  # (P, parts * G)
-        # NCCL is fast if messages begin at multiples of 16 bytes, so send an even number of counts
-        send_counts = F.pad(send_counts, (0, parts * num_local % 2))
-        receive_counts = all_to_all_in_group(send_counts, group=group)
-        both = torch.stack([send_counts, receive_counts])[..., : parts * num_local]  # no padding
-        both = both.unflatten(2, (parts, num_local)).transpose(1, 2)  # (2, parts, P, G)
-        self.receive_counts = both[1]
-        # start the copy now, so that hops() need not wait for kernels launched after the copy
-        self.on_host = both.to("cpu", non_blocking=True)
-        if experts.is_cuda:
-            self.copied = torch.cuda.current_stream().record_event()
-        # The i-th choice of a token has number token * k + i. Sorting by expert sorts by rank, too.
-        self.orders = [part.flatten().argsort(stable=True) for part in choices]
+        own = range(rank * num_local, (rank + 1) * num_local)
+        self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
+        self.shared = None
+        if shared_experts:
+            width = shared_experts * ffn_hidden
+            up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
+            down = nn.Linear(width, hidden, bias=False)
+            self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
+        # Plain tensors, as DDP would broadcast buffers. They are on the CPU also if "meta" is the
+        # default device, because to_empty() would not give them memory.
+        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
+        coefficients = [balance_coefficient, z_coefficient]
+        self.coefficients = torch.tensor(coefficients, dtype=torch.float64, device="cpu")
+        self.factors = self.coefficients * loss_scale
 
-    def hops(self):
-        """Wait for the counts, and yield a Hop for each part, which knows which rows go where."""
-        if self.receive_counts.is_cuda:
-            self.copied.synchronize()
-        sent, received = self.on_host.tolist()
-        of_parts = zip(self.num_tokens, self.orders, sent, received, self.receive_counts)
-        for num_tokens, order, sent, received, on_device in of_parts:
-            yield Hop(self, num_tokens, order, sent, received, on_device)
+    @torch.no_grad()
+    def set_loss_scale(self, scale):
+        """Replace loss_scale by `scale`, a number or a scalar tensor, in later backward passes.
+
+        It multiplies the balance loss and the z-loss, and should be what a program multiplies the
+        main loss by, which autograd cannot tell the layer. Without microbatches and a GradScaler
+        that is 1. With n microbatches it is 1 / n if gradients are summed over the grid of
+        balance_groups, and R / n if they are averaged over R of its ranks. If it changes, call this
+        for each layer before backward(). The scale is copied; if it is a tensor on the layer's
+        device, the host does not wait. With a GradScaler, and with n microbatches that call
+        backward() on loss / n:
+
+            one = torch.ones((), device=x.device)
+            layer.set_loss_scale(scaler.scale(one) / n)
+
+        Megatron-LM's MoEAuxLossAutoScaler.set_loss_scale() sets the scale of all layers at once.
+        """
+        if torch.is_tensor(scale):
+            self.coefficients = self.coefficients.to(scale.device)
+        self.factors.copy_(self.coefficients * scale)
+
+    def forward(self, x):
+        if self.tp_group is not None:
+            x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
+        tokens = x.reshape(-1, x.shape[-1])  # (N, D)
+        routing = self.router(tokens)
+        with_losses = torch.is_grad_enabled()
+        # small messages go first, since they would wait for long ones if a group carries both
+        loads = self._loads(routing.experts) if with_losses else None
+        # under autocast the elements of rows have 16 bits, which halves the messages
+        tokens = autocasted(tokens)
+        experts = routing.experts
+        if self.capacity_factor is not None:
+            experts = within_capacity(experts, self.num_experts, self.capacity_factor)
+        args = tokens, experts, routing.weights, self.num_experts, self.experts
+        if self.nodes:
+            y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
+        else:
+            y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
+        if with_losses:
+            y = self._with_losses(y, routing, experts, *loads)
+        y = y.view(x.shape)
+        if self.tp_group is None:
+            return y
+        return gather_from_group(y, 0, self.tp_group)
+
+    def _loads(self, experts):
+        """Return how often this rank, and how often all ranks of the grid chose each expert."""
+        own = count_choices(experts, self.num_experts)
+        total = own.clone()
+        if self.has_losses:
+            for group in self.balance_groups:
+                all_reduce(total, group=group)
+        return own, total
+
+    def _with_losses(self, y, routing, experts, own_loads, total_loads):
+        """Return y, whose backward also computes the losses' gradients and adds to the tally."""
+        losses = y.new_zeros(2)  # balance loss, z-loss
+        if self.has_losses:
+            tokens = (total_loads.sum() // self.router.top_k).clamp(min=1)
+            balance = balance_loss(routing.probabilities, total_loads, tokens)
+            losses = torch.stack([balance, router_z_loss(routing.logits, tokens)])
+        dropped = (experts < 0).sum().view(1)
+        counted = torch.cat([own_loads.double(), dropped, losses.detach()])
+        self.tally = self.tally.to(y.device)
+        self.factors = self.factors.to(y.device)
+        self.coefficients = self.coefficients.to(y.device)
+        return AddLossAndTally.apply(y, losses, self.factors, counted, self.tally)
 
 
-class Hop:
-    """Carries the tokens of one part to the ranks of their experts, and the results back.
+def within_capacity(experts, num_experts, capacity_factor):
+    """Return the experts (N, k), with -1 for the choices that a full expert drops.
 
-    On rank 0 of the picture above:
-
-        dispatch()  sends t1 t2 | t0, receives t1 t2 | t3 t4, returns t1 t3 t4 t2
-        combine()   takes results in this order, sends t1 t2 | t3 t4 back, receives t1 t2 | t0
+    Each expert takes the first ceil(capacity_factor N k / E) of the choices that fall on it from
+    this rank's N tokens, in the order of the tokens. (GShard takes all first choices before second
+    ones.) A choice that is dropped adds nothing to the result.
     """
-
-    def __init__(self, plan, num_tokens, order, sent, received, receive_counts):
-        """plan: the DispatchPlan. sent, received: counts, lists [rank][local expert]."""
-        self.group, self.num_tokens = plan.group, num_tokens
-        self.hand_over = plan.hand_over
-        self.rows_to = [sum(of_rank) for of_rank in sent]
-        self.rows_from = [sum(of_rank) for of_rank in received]
-        self.sizes = [sum(of_expert) for of_expert in zip(*received)]
-        self.sizes_on_device = receive_counts.sum(0)
-        self.cells = receive_counts.flatten()  # the rows of each source and expert
-        # choices of -1 come first in the order, and are removed
-        self.order = order[len(order) - sum(self.rows_to) :]
-        self.token = self.order // plan.k
-
-    @cached_property
-    def by_expert(self):
-        """The order that sorts the rows received by expert.
-
-        They arrive sorted by source rank, then by expert. In the example the sources are 0 0 1 1,
-        the experts are 0 1 0 0, and the cells, source * G + expert, are 0 1 2 2.
-        """
-        cell = torch.repeat_interleave(self.cells, output_size=sum(self.sizes))
-        return (cell % len(self.sizes)).argsort(stable=True)
-
-    @cached_property
-    def by_rank(self):
-        """The inverse of by_expert."""
-        return self.by_expert.argsort()
-
-    def dispatch(self, x):
-        """Send the rows of x, (N, ...), to experts; return those received, (M, ...). V -> V."""
-        rows = x.index_select(0, self.token)
-        rows = all_to_all_in_group(rows, self.rows_from, self.rows_to, self.group)
-        return self.sort(rows)
-
-    def combine(self, rows, weights=None):
-        """Send results (M, D) back. Return sums per token (N, D), weighted if weights are given.
-
-        Weights are cast to the dtype of the rows, in which products and sums are rounded, too.
-        Types of rows and weights: V, V -> V.
-        """
-        rows = self.unsort(rows)
-        rows = all_to_all_in_group(rows, self.rows_to, self.rows_from, self.group)
-        return self.sums(rows, weights)
-
-    def sums(self, rows, weights):
-        """Return the sums per token of the results that have come back."""
-        if weights is not None:
-            weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
-            return _WeightedSums.apply(rows, weights, self.token, self.num_tokens)
-        # unlike index_add_(), scatter_add_() does not keep the rows for backward
-        y = rows.new_zeros(self.num_tokens, rows.shape[1])
-        return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
-
-    def begin_dispatch(self, x, hand_over=None):
-        """Begin what dispatch() does; return what end_dispatch() takes.
-
-        hand_over: what to call before waiting for the rows. Short ones need none, since they are
-            posted right after the long ones.
-        """
-        rows = x.index_select(0, self.token)
-        posted = post_rows(rows, self.rows_from, self.rows_to, self.group, hand_over)
-        if len(self.sizes) > 1:
-            self.by_rank  # is computed, once, while the rows travel
-        return posted
-
-    def end_dispatch(self, rows, journey):
-        return self.sort(await_rows(rows, journey))
-
-    def begin_combine(self, rows):
-        """Begin what combine() does; return what end_combine() takes, beside the weights."""
-        rows = self.unsort(rows)
-        return post_rows(rows, self.rows_to, self.rows_from, self.group, self.hand_over)
-
-    def end_combine(self, rows, journey, weights=None):
-        return self.sums(await_rows(rows, journey), weights)
-
-    def sort(self, rows):
-        """Sort received rows by expert. Those for a single expert already are. V -> V."""
-        if len(self.sizes) == 1:
-            return rows
-        return _Permuted.apply(rows, self.by_expert, self.by_rank)
-
-    def unsort(self, rows):
-        """Return results in the order in which their rows arrived. V -> V."""
-        if len(self.sizes) == 1:
-            return rows
-        return _Permuted.apply(rows, self.by_rank, self.by_expert)
-
-
-class _Permuted(torch.autograd.Function):
-    """Return rows[order]. Backward applies the inverse permutation.
-
-    Autograd's own would add to zeros, since for all it knows a row is taken several times.
-    """
-
-    @staticmethod
-    def forward(ctx, rows, order, inverse):
-        ctx.save_for_backward(order, inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        order, inverse = ctx.saved_tensors
-        return _Permuted.apply(grad_output, inverse, order), None, None
-
-
-class _WeightedSums(torch.autograd.Function):
-    """Add weights[i] * rows[i] to y[token[i]]. Autograd would need two more (N k, D) tensors."""
-
-    @staticmethod
-    def forward(ctx, rows, weights, token, num_tokens):
-        ctx.save_for_backward(rows, weights, token)
-        y = rows.new_zeros(num_tokens, rows.shape[1])
-        return y.index_add_(0, token, rows * weights.unsqueeze(1))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        rows, weights, token = ctx.saved_tensors
-        drows = dy.index_select(0, token)
-        dweights = torch.bmm(drows.unsqueeze(1), rows.unsqueeze(2)).flatten()
-        return drows.mul_(weights.unsqueeze(1)), dweights, None, None
-
-
-def count_choices(experts, num_experts):
-    """Return how often each expert is chosen, (E,). bincount() would make the host wait."""
     choices = experts.flatten()
-    counts = choices.new_zeros(num_experts)
-    return counts.scatter_add_(0, choices.clamp(min=0), (choices >= 0).long())
+    capacity = len(choices) / num_experts * capacity_factor
+    # The choices 1 1 0 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
+    # Sorting moves them to positions 1 2 0 3, so their places in experts' queues are 0 1 0 2.
+    loads = count_choices(choices, num_experts)
+    begins = loads.cumsum(0) - loads
+    positions = choices.argsort(stable=True).argsort()
+    places = (positions - begins[choices]).double()
+    return experts.masked_fill(places.view_as(experts) >= capacity, -1)
 
 
-# ---- router and balance --------------------------------------------------------------------------
+# ---- the router, and what keeps it balanced ------------------------------------------------------
 #
 # A router tends to overuse a few experts, and its logits tend to grow. There are three remedies,
 # and MoE's capacity_factor, which limits the rows of an expert and drops the others:
@@ -436,8 +356,11 @@ class Router(nn.Module):
         return _best(scores, self.top_k)
 
     def _apply(self, function, recurse=True):
-        """Move and convert the tensors, as any module does, but keep the bias in fp32."""
-        bias = self.bias  # which 16 bits would round, and lose small updates
+        """Move and convert the tensors, as any module does, but keep the bias in fp32.
+
+        16 bits would lose its small updates, and .bfloat16().float() would round it.
+        """
+        bias = self.bias
         super()._apply(function, recurse)
         if not bias.is_meta:  # else it has no values to keep
             self.bias = bias.to(self.bias.device)
@@ -464,7 +387,10 @@ def _best(scores, count):
 
 @contextmanager
 def full_precision(device):
-    """Compute products inside in the dtype of their tensors, without TF32 and without autocast."""
+    """Compute products inside in the dtype of their tensors, without TF32 and without autocast.
+
+    PyTorch reads the setting for TF32 when a product is launched, so others are not affected.
+    """
     products = torch.backends.cuda.matmul
     precision = products.fp32_precision
     products.fp32_precision = "ieee"
@@ -478,11 +404,8 @@ def full_precision(device):
 class FullPrecisionLinear(torch.autograd.Function):
     """Return x W^T, (N, E), for x (N, D) and W (E, D), in full precision also in backward.
 
-    With torch.set_float32_matmul_precision("high"), a GPU rounds the factors of fp32 products to
-    TF32, whose mantissa has 10 bits, and tokens with close scores change their experts. PyTorch
-    reads the setting when a product is launched, so it can be changed for one product, and costs
-    about 1 us of the host. The product itself is slower, but small: it has 2 N D E FLOPs, and on an
-    H100 runs at 67 TFLOP/s in fp32 and at 495 in TF32.
+    With torch.set_float32_matmul_precision("high"), a GPU would round the factors to TF32, whose
+    mantissa has 10 bits, and tokens with close scores would change their experts.
     """
 
     @staticmethod
@@ -516,7 +439,43 @@ def router_z_loss(logits, tokens):
     return logits.logsumexp(-1).square().sum() / tokens
 
 
-# ---- experts and the layer -----------------------------------------------------------------------
+class AddLossAndTally(torch.autograd.Function):
+    """Return x. In backward, give `losses` the gradient `factors`, and add `counted` to `tally`.
+
+    The model's loss does not depend on `losses`, so backward would not reach them otherwise.
+    As with Megatron-LM's MoEAuxLossAutoScaler, a loss can be computed inside the model without
+    becoming an output. Recomputation repeats only the forward, so nothing is added twice. `factors`
+    is read in backward, so it may change after forward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, losses, factors, counted, tally):
+        ctx.dtype, ctx.factors = losses.dtype, factors
+        ctx.counted, ctx.tally = counted, tally
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.tally.add_(ctx.counted)
+        return dy, ctx.factors.to(ctx.dtype, copy=True), None, None, None
+
+
+def tally_metrics(tallies, num_microbatches, with_losses):
+    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
+
+    These are the ranks of the grid of MoE's balance_groups.
+    expert_load: the largest load divided by the mean, in the worst layer. expert_dropped: the
+    fraction of choices dropped. balance_loss, z_loss: means over layers and microbatches.
+    """
+    counts, dropped, losses = tallies.split([tallies.shape[1] - 3, 1, 2], 1)
+    load = (counts.amax(1) / counts.mean(1)).max()
+    metrics = {"expert_load": load, "expert_dropped": dropped.sum() / counts.sum()}
+    if with_losses:
+        metrics["balance_loss"], metrics["z_loss"] = losses.mean(0) / num_microbatches
+    return metrics
+
+
+# ---- the experts ---------------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -574,208 +533,259 @@ def _grouped(x, weight, sizes, sizes_on_device):
     return F.grouped_mm(x, matrices, offs=sizes_on_device.cumsum(0, dtype=torch.int32))
 
 
-class AddLossAndTally(torch.autograd.Function):
-    """Return x. In backward, give `losses` the gradient `factors`, and add `counted` to `tally`.
+# ---- dispatch and combine ------------------------------------------------------------------------
+#
+# A choice is a pair of a token and one of its k experts. One row travels for each choice. A rank
+# has G = E/P experts, and sorts the rows that it receives by expert. Here k = 1 and G = 2, so rank
+# 0 has E0 and E1, and rank 1 has E2 and E3:
+#
+#              tokens                  sorted by expert    after all-to-all    grouped by expert
+#     rank 0   t0(E2) t1(E0) t2(E1) -> t1 t2 | t0       -> t1 t2 | t3 t4    -> E0: t1 t3 t4   E1: t2
+#     rank 1   t3(E0) t4(E0) t5(E3) -> t3 t4 | t5       -> t0 | t5          -> E2: t0         E3: t5
+#
+# The steps are:
+#
+#     forward     counts      each rank is told how many rows each of its experts gets from each
+#                             rank. The host waits, since it needs the sizes of the next messages
+#                 dispatch    for each choice, the token's row of x goes to the expert's rank
+#                 combine     for each choice, the result comes back, is weighted and is added to y
+#     backward    1. for each choice, d result = weight * dy and d weight = result . dy
+#                 2. combine in reverse: the results' gradients go to the experts
+#                 3. the experts' backward. An expert has processed tokens of all ranks, so the
+#                    gradients of its matrices need no reduction over the group
+#                 4. dispatch in reverse: the gradients of the experts' inputs come back
+#                 5. a token's dx is the sum of its rows' gradients; d weight goes to the router
+#
+# On a GPU, rows are added by atomic operations, in any order, so the last bits may vary for k > 2.
 
-    The model's loss does not depend on `losses`, so backward would not reach them otherwise.
-    As with Megatron-LM's MoEAuxLossAutoScaler, a loss can be computed inside the model without
-    becoming an output. Recomputation repeats only the forward, so nothing is added twice. `factors`
-    is read in backward, so it may change after forward.
+
+def dispatch_and_combine(
+    x, experts, weights, num_experts, compute, group=None, shared=None, parts=1, hand_over=None
+):
+    """Send each token to the ranks of its experts, compute there, and return the weighted sums.
+
+    x: (N, D). experts (-1 for none), weights: (N, k). Expert e is on rank e * P // num_experts.
+    compute: compute(rows, sizes, sizes_on_device) applies this rank's G experts to (M, D) rows,
+        which are sorted by expert. Both sizes, a list and a tensor, are the experts' row counts.
+    shared: a module whose output for x is added.
+    parts: the number of parts in which tokens travel: see "rows under way". compute() is called
+        for each part, and all ranks pass the same number.
+    hand_over: None, or a function to call before waiting for rows, in which another microbatch
+        can compute (Turns in pipeline.py).
+    Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
+    """
+    plan = DispatchPlan(experts, num_experts, group, parts, hand_over)
+    at_experts = lambda part, rows: compute(rows, part.sizes, part.sizes_on_device)
+    return carry(plan, [x], at_experts, weights, shared)
+
+
+def carry(plan, tensors, compute, weights=None, shared=None):
+    """Carry rows of the tensors (N, ...) to experts and results back. Return sums, (N, D).
+
+    plan: a DispatchPlan. compute: compute(part, *rows), from rows to results, for each of its
+    Parts. The first tensor is x. weights, shared: those of dispatch_and_combine(), or None.
+    """
+    if shared is not None and not plan.overlaps:
+        shared_y = shared(tensors[0])  # is computed while the host waits for counts
+    parts = []
+    leaving = deque()
+    for part, own in zip(plan.parts(), zip(*map(plan.divided, tensors))):
+        parts.append(part)
+        leaving.append(part.begin_dispatch(*own))
+    if shared is not None and plan.overlaps:
+        shared_y = shared(tensors[0])  # is computed while the first part travels
+    returning = deque()
+    for part in parts:
+        # a generator, which drops what has arrived as soon as it is sorted
+        rows = (part.end_dispatch(*sent) for sent in leaving.popleft())
+        returning.append(part.begin_combine(compute(part, *rows)))
+    of_parts = [None for _ in parts] if weights is None else plan.divided(weights)
+    y = joined([part.end_combine(*returning.popleft(), w) for part, w in zip(parts, of_parts)])
+    return y if shared is None else y + shared_y
+
+
+def joined(tensors):
+    """Return torch.cat(tensors), which would copy a single tensor."""
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+class DispatchPlan:
+    """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
+
+    The arguments are those of dispatch_and_combine(). Part i of N tokens has num_tokens[i] of them,
+    which may be none. parts() yields a Part for each. On rank 0 of the picture above,
+    experts = 2 0 1 and G = 2. Counts are indexed by [rank][local expert]:
+
+        DispatchPlan()  order = 1 2 0, sent = [[1, 1], [1, 0]], received = [[1, 1], [2, 0]]
+        Part            rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1,
+                        by_rank = 0 3 1 2, the inverse of by_expert
     """
 
-    @staticmethod
-    def forward(ctx, x, losses, factors, counted, tally):
-        ctx.dtype, ctx.factors = losses.dtype, factors
-        ctx.counted, ctx.tally = counted, tally
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.tally.add_(ctx.counted)
-        return dy, ctx.factors.to(ctx.dtype, copy=True), None, None, None
-
-
-class MoE(nn.Module):
-    """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
-
-    Every token is routed and balanced, padding included: it takes room within capacity_factor, and
-    counts in the balance loss, the z-loss and the tally. Leave padding out of x if it should not
-    count.
-
-    Seed PyTorch's generator alike on all ranks before the layer is made. Then the copies of its
-    router are equal, and each rank draws all experts and keeps its own, so that no two are equal.
-
-    tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dimension 0,
-        and the results are gathered. The caller must sum each parameter's gradients over the ranks
-        of tp_group that hold copies of it. With None, every rank has tokens of its own.
-    capacity_factor: each expert takes the first ceil(capacity_factor x N k / E) of the choices that
-        fall on it from a rank's N tokens, in the order of the tokens. (GShard takes all first
-        choices before second ones.) The others are dropped, and add nothing to the result.
-    shared_experts: the number of experts that every token uses in addition.
-    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(). The layer
-        does not return these losses, but backward adds their gradients. 0 switches a loss off.
-    loss_scale: a further factor of both losses, which set_loss_scale() can change. Pass
-        1 / microbatches if gradients are summed over the grid of balance_groups, or
-        R / microbatches if they are averaged over R of its ranks.
-    balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
-        losses are means over the tokens that all ranks of the grid route, and cost an all-reduce of
-        E counts over each group. By default, the grid is this rank alone.
-    nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
-    activation, gated: of experts and shared experts, see Experts. The activation must not have
-        parameters.
-    parts: compute the layer in so many parts of the tokens, while others travel: see "a layer in
-        parts". All ranks of `group` pass the same number.
-    router: further arguments of Router.
-
-    The attribute hand_over is None, or a function that the layer calls while its rows travel, so
-    that something else can compute meanwhile: see Turns in pipeline.py. If it posts messages, all
-    ranks of `group` must have one that posts the same.
-
-    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
-    router and of the shared experts are R: the gradients of their copies must be summed.
-
-    Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
-    dropped, and this rank's parts of the two losses. After a step the caller sums the tallies over
-    the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the tally to 0.
-    The tally moves to the device of x in forward, so read the attribute anew in each step.
-
-    Raises ValueError if P does not divide num_experts, or if capacity_factor or parts is not
-    positive.
-    """
-
-    def __init__(
-        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None,
-        capacity_factor=None, shared_experts=0, balance_coefficient=0.0, z_coefficient=0.0,
-        loss_scale=1.0, balance_groups=(), nodes=None, activation=None, gated=False, parts=1,
-        **router,
-    ):
-        super().__init__()
-        rank, world_size = rank_and_size(group)
-        if num_experts % world_size:
-            raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"{capacity_factor=} leaves no room for a token")
-        if parts < 1:
-            raise ValueError(f"{parts=} is less than 1")
-        self.num_experts, self.capacity_factor = num_experts, capacity_factor
-        self.group, self.nodes = group, nodes
-        self.parts = parts
-        self.hand_over = None
-        self.tp_group, self.balance_groups = tp_group, balance_groups
-        self.has_losses = bool(balance_coefficient or z_coefficient)
-        self.router = Router(hidden, num_experts, top_k, **router)
+    def __init__(self, experts, num_experts, group=None, parts=1, hand_over=None):
+        _, world_size = rank_and_size(group)
         num_local = num_experts // world_size
-        own = range(rank * num_local, (rank + 1) * num_local)
-        self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
-        self.shared = None
-        if shared_experts:
-            width = shared_experts * ffn_hidden
-            up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
-            down = nn.Linear(width, hidden, bias=False)
-            self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
-        # Plain tensors, as DDP would broadcast buffers. They are on the CPU also if "meta" is the
-        # default device, because to_empty() would not give them memory.
-        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
-        coefficients = [balance_coefficient, z_coefficient]
-        self.coefficients = torch.tensor(coefficients, dtype=torch.float64, device="cpu")
-        self.factors = self.coefficients * loss_scale
+        self.group, self.k = group, experts.shape[1]
+        self.hand_over = hand_over
+        self.overlaps = parts > 1 or hand_over is not None
+        each, left_over = divmod(len(experts), parts)
+        self.num_tokens = [each + (part < left_over) for part in range(parts)]
+        choices = self.divided(experts)
+        counts = [count_choices(part, num_experts).view(world_size, -1) for part in choices]
+        sent = torch.cat(counts, 1)  # (P, parts G): row r is for rank r
+        # NCCL is fast if messages begin at multiples of 16 bytes, so send an even number of counts
+        sent = F.pad(sent, (0, parts * num_local % 2))
+        received = all_to_all_in_group(sent, group=group)  # row r is from rank r
+        both = torch.stack([sent, received])[..., : parts * num_local]  # without padding
+        both = both.unflatten(2, (parts, num_local)).transpose(1, 2)  # (2, parts, P, G)
+        self.received = both[1]
+        # start the copy now, so that parts() need not wait for kernels launched after the copy
+        self.on_host = both.to("cpu", non_blocking=True)
+        if experts.is_cuda:
+            self.copied = torch.cuda.current_stream().record_event()
+        # The i-th choice of a token has number token * k + i. Sorting by expert sorts by rank, too.
+        self.orders = [part.flatten().argsort(stable=True) for part in choices]
 
-    @torch.no_grad()
-    def set_loss_scale(self, scale):
-        """Replace loss_scale by `scale`, a number or a scalar tensor, in later backward passes.
+    def divided(self, tensor):
+        """Return the parts of a tensor of N rows; if there is only one, the tensor itself."""
+        return tensor.split(self.num_tokens) if len(self.num_tokens) > 1 else [tensor]
 
-        Autograd cannot tell the layer by what factor a program multiplies the main loss. So such a
-        program must call this for each layer before backward(). Otherwise the balance loss and the
-        z-loss keep their weight while that of the main loss changes. The scale is copied; if it is
-        a tensor on the layer's device, the host does not wait. With a GradScaler, and with n
-        microbatches that call backward() on loss / n:
-
-            one = torch.ones((), device=x.device)
-            layer.set_loss_scale(scaler.scale(one) / n)
-
-        Megatron-LM's MoEAuxLossAutoScaler.set_loss_scale() sets the scale of all layers at once.
-        """
-        if torch.is_tensor(scale):
-            self.coefficients = self.coefficients.to(scale.device)
-        self.factors.copy_(self.coefficients * scale)
-
-    def forward(self, x):
-        if self.tp_group is not None:
-            x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
-        tokens = x.reshape(-1, x.shape[-1])  # (N, D)
-        routing = self.router(tokens)
-        with_losses = torch.is_grad_enabled()
-        # small messages go first, since they would wait for long ones if a group carries both
-        loads = self._loads(routing.experts) if with_losses else None
-        # under autocast the elements of rows have 16 bits, which halves the messages
-        tokens = autocasted(tokens)
-        experts = self._within_capacity(routing.experts)
-        args = tokens, experts, routing.weights, self.num_experts, self.experts
-        if self.nodes:
-            y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
-        else:
-            y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
-        if with_losses:
-            y = self._with_losses(y, routing, experts, *loads)
-        y = y.view(x.shape)
-        if self.tp_group is None:
-            return y
-        return gather_from_group(y, 0, self.tp_group)
-
-    def _loads(self, experts):
-        """Return how often this rank, and how often all ranks of the grid chose each expert."""
-        own = count_choices(experts, self.num_experts)
-        total = own.clone()
-        if self.has_losses:
-            for group in self.balance_groups:
-                all_reduce(total, group=group)
-        return own, total
-
-    def _with_losses(self, y, routing, experts, own_loads, total_loads):
-        """Return y, whose backward also computes the losses' gradients and adds to the tally."""
-        losses = y.new_zeros(2)  # balance loss, z-loss
-        if self.has_losses:
-            tokens = (total_loads.sum() // self.router.top_k).clamp(min=1)
-            balance = balance_loss(routing.probabilities, total_loads, tokens)
-            losses = torch.stack([balance, router_z_loss(routing.logits, tokens)])
-        dropped = (experts < 0).sum().view(1)
-        counted = torch.cat([own_loads.double(), dropped, losses.detach()])
-        self.tally = self.tally.to(y.device)
-        self.factors = self.factors.to(y.device)
-        self.coefficients = self.coefficients.to(y.device)
-        return AddLossAndTally.apply(y, losses, self.factors, counted, self.tally)
-
-    def _within_capacity(self, experts):
-        """Return the experts (N, k), with -1 for the choices that a full expert drops."""
-        if self.capacity_factor is None:
-            return experts
-        choices = experts.flatten()
-        capacity = len(choices) / self.num_experts * self.capacity_factor
-        # The choices 1 1 0 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
-        # Sorting moves them to positions 1 2 0 3, so their places in experts' queues are 0 1 0 2.
-        loads = count_choices(choices, self.num_experts)
-        begins = loads.cumsum(0) - loads
-        positions = choices.argsort(stable=True).argsort()
-        places = (positions - begins[choices]).double()
-        return experts.masked_fill(places.view_as(experts) >= capacity, -1)
+    def parts(self):
+        """Wait for the counts, and yield a Part for each part, which knows which rows go where."""
+        if self.received.is_cuda:
+            self.copied.synchronize()
+        sent, received = self.on_host.tolist()
+        of_parts = zip(self.num_tokens, self.orders, sent, received, self.received)
+        for num_tokens, order, sent, received, on_device in of_parts:
+            yield Part(self, num_tokens, order, sent, received, on_device)
 
 
-def tally_metrics(tallies, num_microbatches, with_losses):
-    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
+class Part:
+    """Carries a part of the tokens to the ranks of their experts, and the results back.
 
-    These are the ranks of the grid of MoE's balance_groups.
-    expert_load: the largest load divided by the mean, in the worst layer. expert_dropped: the
-    fraction of choices dropped. balance_loss, z_loss: means over layers and microbatches.
+    On rank 0 of the picture above:
+
+        begin_dispatch()  sends t1 t2 | t0
+        end_dispatch()    receives t1 t2 | t3 t4, returns t1 t3 t4 t2
+        begin_combine()   takes results in this order, sends t1 t2 | t3 t4 back
+        end_combine()     receives t1 t2 | t0, returns sums in the order t0 t1 t2
+
+    What begin_combine() returns, and each item of what begin_dispatch() returns, are the arguments
+    of the end_*(). If the plan overlaps nothing, rows arrive before the begin_*() returns.
     """
-    counts, dropped, losses = tallies.split([tallies.shape[1] - 3, 1, 2], 1)
-    load = (counts.amax(1) / counts.mean(1)).max()
-    metrics = {"expert_load": load, "expert_dropped": dropped.sum() / counts.sum()}
-    if with_losses:
-        metrics["balance_loss"], metrics["z_loss"] = losses.mean(0) / num_microbatches
-    return metrics
+
+    def __init__(self, plan, num_tokens, order, sent, received, received_on_device):
+        """plan: the DispatchPlan. sent, received: counts, lists [rank][local expert]."""
+        self.plan = plan
+        self.num_tokens = num_tokens
+        self.rows_to = [sum(of_rank) for of_rank in sent]
+        self.rows_from = [sum(of_rank) for of_rank in received]
+        self.sizes = [sum(of_expert) for of_expert in zip(*received)]
+        self.sizes_on_device = received_on_device.sum(0)
+        self.cells = received_on_device.flatten()  # the rows of each source and expert
+        # choices of -1 come first in the order, and are removed
+        self.order = order[len(order) - sum(self.rows_to) :]
+        self.token = self.order // plan.k
+
+    def begin_dispatch(self, x, *others):
+        """Begin to send rows of x, (N, ...), to experts, and those of others, which are short."""
+        hand_overs = [self.plan.hand_over, *[None for _ in others]]  # the others arrive with x
+        posted = [
+            self.post(tensor.index_select(0, self.token), self.rows_from, self.rows_to, hand_over)
+            for tensor, hand_over in zip((x, *others), hand_overs)
+        ]
+        if len(self.sizes) > 1:
+            self.by_rank  # is computed, once, while the rows travel
+        return posted
+
+    def end_dispatch(self, rows, journey):
+        """Return the rows that this rank's experts have received, (M, ...), sorted by expert."""
+        rows = _Await.apply(rows, journey)
+        if len(self.sizes) > 1:
+            rows = _Permuted.apply(rows, self.by_expert, self.by_rank)
+        return rows
+
+    def begin_combine(self, rows):
+        """Begin to send results, (M, D), back."""
+        if len(self.sizes) > 1:
+            rows = _Permuted.apply(rows, self.by_rank, self.by_expert)
+        return self.post(rows, self.rows_to, self.rows_from, self.plan.hand_over)
+
+    def end_combine(self, rows, journey, weights=None):
+        """Return sums per token, (N, D), of the results, weighted if weights, (N, k), are given.
+
+        Weights are cast to the dtype of the rows, in which products and sums are rounded, too.
+        """
+        rows = _Await.apply(rows, journey)
+        if weights is not None:
+            weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
+            return _WeightedSums.apply(rows, weights, self.token, self.num_tokens)
+        # unlike index_add_(), scatter_add_() does not keep the rows for backward
+        y = rows.new_zeros(self.num_tokens, rows.shape[1])
+        return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
+
+    def post(self, rows, received, sent, hand_over):
+        journey = Journey(received, sent, self.plan.group, self.plan.overlaps, hand_over)
+        return _Post.apply(rows, journey), journey
+
+    @cached_property
+    def by_expert(self):
+        """The order that sorts the rows received by expert.
+
+        They arrive sorted by source rank, then by expert. In the example the sources are 0 0 1 1,
+        the experts are 0 1 0 0, and the cells, source * G + expert, are 0 1 2 2.
+        """
+        cell = torch.repeat_interleave(self.cells, output_size=sum(self.sizes))
+        return (cell % len(self.sizes)).argsort(stable=True)
+
+    @cached_property
+    def by_rank(self):
+        """The inverse of by_expert."""
+        return self.by_expert.argsort()
 
 
-# ---- a layer in parts ----------------------------------------------------------------------------
+class _Permuted(torch.autograd.Function):
+    """Return rows[order]. Backward applies the inverse permutation.
+
+    Autograd's own would add to zeros, since for all it knows a row is taken several times.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, order, inverse):
+        ctx.save_for_backward(order, inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        order, inverse = ctx.saved_tensors
+        return _Permuted.apply(grad_output, inverse, order), None, None
+
+
+class _WeightedSums(torch.autograd.Function):
+    """Add weights[i] * rows[i] to y[token[i]]. Autograd would need two more (N k, D) tensors."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, token, num_tokens):
+        ctx.save_for_backward(rows, weights, token)
+        y = rows.new_zeros(num_tokens, rows.shape[1])
+        return y.index_add_(0, token, rows * weights.unsqueeze(1))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        rows, weights, token = ctx.saved_tensors
+        drows = dy.index_select(0, token)
+        dweights = torch.bmm(drows.unsqueeze(1), rows.unsqueeze(2)).flatten()
+        return drows.mul_(weights.unsqueeze(1)), dweights, None, None
+
+
+def count_choices(experts, num_experts):
+    """Return how often each expert is chosen, (E,). bincount() would make the host wait."""
+    choices = experts.flatten()
+    counts = choices.new_zeros(num_experts)
+    return counts.scatter_add_(0, choices.clamp(min=0), (choices >= 0).long())
+
+
+# ---- rows under way ------------------------------------------------------------------------------
 #
 # A message can travel beside a computation that does not need it. So the tokens are divided into
 # parts, and while some are computed, others travel. With two parts, what is computed (above) runs
@@ -797,35 +807,18 @@ def tally_metrics(tallies, num_microbatches, with_losses):
 # another microbatch (pipeline.py), and returns when that pass has to wait for rows of its own.
 
 
-def run_in_parts(plan, tensors, compute, weights, shared):
-    """Do what carry() does for each part of the tensors, beside the messages of other parts."""
-    hops, leaving = [], deque()
-    pieces = zip(*[tensor.split(plan.num_tokens) for tensor in tensors])
-    for hop, (x, *others) in zip(plan.hops(), pieces):
-        hops.append(hop)
-        # the others are short, and arrive with x
-        leaving.append([hop.begin_dispatch(x, plan.hand_over), *map(hop.begin_dispatch, others)])
-    shared_y = shared(tensors[0]) if shared is not None else None
-    returning = deque()
-    for hop in hops:
-        # a generator, which drops each journey as soon as its rows are taken
-        rows = (hop.end_dispatch(*sent) for sent in leaving.popleft())
-        returning.append(hop.begin_combine(compute(hop, *rows)))
-    of_parts = [None for _ in hops] if weights is None else weights.split(plan.num_tokens)
-    y = torch.cat([hop.end_combine(*returning.popleft(), w) for hop, w in zip(hops, of_parts)])
-    return y if shared is None else y + shared_y
-
-
 class Journey:
     """An all-to-all that is under way, in forward from _Post to _Await, in backward the reverse.
 
     received, sent: how many rows come from and go to each rank in forward
+    overlaps: whether anything is computed meanwhile; otherwise begin() also waits
     hand_over: called before the rows are waited for, in both directions; None for short rows, such
         as those of choices and weights
     """
 
-    def __init__(self, received, sent, group, hand_over=None):
+    def __init__(self, received, sent, group, overlaps, hand_over=None):
         self.received, self.sent, self.group = received, sent, group
+        self.overlaps = overlaps
         self.hand_over = hand_over
         self.operation = None
         self.gradient = None  # what arrives in backward
@@ -833,14 +826,15 @@ class Journey:
     def begin(self, rows, received, sent):
         """Begin to send rows; return the tensor that holds what is received once end() returns."""
         output = rows.new_empty(sum(received), *rows.shape[1:])
-        options = {"group": self.group, "async_op": True}
+        options = {"group": self.group, "async_op": self.overlaps}
         self.operation = all_to_all_single(output, rows.contiguous(), received, sent, **options)
         return output
 
     def end(self):
         if self.hand_over is not None:
             self.hand_over()
-        self.operation.wait()
+        if self.operation is not None:
+            self.operation.wait()
         self.operation = None  # it holds the tensors
 
 
@@ -885,17 +879,6 @@ class _Await(torch.autograd.Function):
         return gradient, None
 
 
-def post_rows(rows, received, sent, group, hand_over=None):
-    """Begin what all_to_all_in_group() does; return what await_rows() takes."""
-    journey = Journey(received, sent, group, hand_over)
-    return _Post.apply(rows, journey), journey
-
-
-def await_rows(rows, journey):
-    """Return the rows (M, ...), once they have arrived. With post_rows(): V -> V."""
-    return _Await.apply(rows, journey)
-
-
 # ---- two hops ------------------------------------------------------------------------------------
 
 
@@ -919,10 +902,11 @@ def two_hops(
     nodes = torch.arange(num_nodes, device=x.device)
     node_of = experts // per_node  # (N, k); -1 stays -1
     is_needed = (node_of.unsqueeze(2) == nodes).any(1)  # (N, num_nodes)
-    # the experts of the first hop are the nodes
+    # In the first hop a token chooses nodes in place of experts, each node at most once.
     plan = DispatchPlan(nodes.where(is_needed, -1), num_nodes, cross_group, parts, hand_over)
 
-    def in_node(hop, rows, experts, weights):
+    def in_node(part, rows, experts, weights):
+        # On node 1 of nodes with 4 experts, the choices 1 5 6 become -1 1 2.
         is_here = experts // per_node == node
         experts = (experts % per_node).where(is_here, -1)
         args = rows, experts, weights, per_node, compute, node_group

@@ -46,9 +46,8 @@ The model is GPT-2 (Radford et al., 2019), down to its parameters' names, or Lla
 2023) under the same names. The grid of pp, dp and tp is from Narayanan et al., "Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 
-plain_step() shows a step over pp, dp and tp in its plain form. train() is the training loop. It
-calls launch_step() and finish_step(), which together are Trainer.step(), and makes the next batch
-between them. The rest serves these.
+plain_step() is a step over pp, dp and tp in its plain form, train() is the training loop, and
+Trainer.step() is a step over all axes. The rest serves these.
 
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4    # dp is 8 / (2 x 2) = 2
 """
@@ -56,7 +55,6 @@ between them. The rest serves these.
 import argparse
 import codecs
 import ctypes
-import difflib
 import fcntl
 import gc
 import hashlib
@@ -69,16 +67,14 @@ import re
 import resource
 import shutil
 import signal
-import stat
 import sys
 import sysconfig
 import time
+import warnings
 from collections import ChainMap, Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import (
-    AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress,
-)
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -103,8 +99,7 @@ from collectives import (
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, Router, tally_metrics
 from pipeline import (
-    SCHEDULES, Pipeline, WeightGradStore, forward_only, one_f_one_b_step, pair_up, simulate,
-    sum_replicas,
+    SCHEDULES, Pipeline, WeightGradStore, forward_only, one_f_one_b_step, pair_up, sum_replicas,
 )
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, recompute_groups, ring_attention,
@@ -113,10 +108,10 @@ from sequence_parallel import (
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
     VocabParallelEmbedding, attention, check_gradients_over_tp, column_parallel_linear,
-    mark_sum_over_tp, split_attention, split_mlp, sum_gradients_over_tp, views_in_whole,
+    mark_sum_over_tp, split_attention, split_mlp, sum_gradients_over_tp,
     vocab_parallel_cross_entropy,
 )
-from zero import AdamW, FullyShardedDataParallel
+from zero import AdamW, FullyShardedDataParallel, check_elementwise
 
 # ---- the idea ------------------------------------------------------------------------------------
 #
@@ -135,18 +130,17 @@ def plain_groups(pp, dp, tp):
         dp_rank 1       2   3        6   7          groups of dp   0 2, 1 3, 4 6, 5 7
             tp_rank     0   1        0   1          groups of pp   0 4, 1 5, 2 6, 3 7
 
-    Collective: each rank creates all groups, in the same order, also those that it is not in.
+    Collective: each rank creates all groups, in the same order, also those that it is not in. With
+    NCCL, init_process_group() needs a device_id, so that groups connect when they are created.
     """
     grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
     groups = {}
     for axis, name in enumerate(("pp", "dp", "tp")):
-        for ranks in grid.movedim(axis, 2).flatten(0, 1).tolist():  # one row for each group
+        rows = grid.movedim(axis, 2).flatten(0, 1)  # a row for each group of this axis
+        for ranks in rows.tolist():
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
                 groups[name] = group
-                # If a group has only NCCL, all its ranks must take part in its first operation.
-                # That of pp would be a message between two of them, so each begins with a barrier.
-                barrier(group)
     return groups
 
 
@@ -187,10 +181,10 @@ class PlainLayer(nn.Module):
         super().__init__()
         self.K = K
         self.tp_group = tp_group
-        self.qkv = plain_part(whole["qkv"], 1, tp_group)  # the same heads of q, k and v
-        self.out = plain_part(whole["out"], 1, tp_group)
-        self.up = plain_part(whole["up"], 0, tp_group)
-        self.down = plain_part(whole["down"], 1, tp_group)
+        self.qkv = plain_part(whole["qkv"], 1, tp_group)  # (3, D/P, D): whole heads of q, k and v
+        self.out = plain_part(whole["out"], 1, tp_group)  # (D, D/P)
+        self.up = plain_part(whole["up"], 0, tp_group)  # (4 D/P, D)
+        self.down = plain_part(whole["down"], 1, tp_group)  # (D, 4 D/P)
 
     def forward(self, x):
         """x and the result, (B, T, D), are the same on all ranks of tp."""
@@ -258,8 +252,10 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
     own = tokens.chunk(dp)[dp_rank]
     inputs = own[:, :-1].chunk(microbatches)
     targets = own[:, 1:].chunk(microbatches)
-    if not stage.is_first:  # then an input says only what a received tensor is like
-        number = torch.empty((), device=tokens.device)  # the only one that takes memory
+    if not stage.is_first:
+        # Here an input only says which shape (B, T, D) and dtype the stage receives. Expanding a
+        # single number takes no memory for the others.
+        number = torch.empty((), device=tokens.device)
         inputs = [number.expand(*x.shape, stage.width) for x in inputs]
 
     def loss_fn(logits, target):
@@ -279,33 +275,43 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
     return loss.item()
 
 
-# The other techniques change a few lines of the above each:
+# The other techniques replace (-) or add (+) a few lines each:
 #
-#     ZeRO-1  sharded_step(parameters, update, groups["dp"]) takes the place of the all-reduces of
-#             gradients and of optimizer.step(). It averages gradients, so loss_fn divides by the
-#             number of tokens of one dp rank, and the sum of losses is divided by dp
-#     cp      is one more axis. A rank takes its part of each sequence's inputs and targets, and of
-#             the embedding of positions. simple_allgather_attention() takes the place of attention.
-#             Losses and gradients are summed over dp x cp, except for the embedding of positions.
-#             Each cp rank has a part of it, whose gradient is summed over dp alone
-#     sp      x is (B, T/tp, D), also between stages. scatter_to_group(x, 1, groups["tp"]) follows
-#             the embeddings, and gather_from_group() precedes the head. In column_linear(),
-#             all_gather_to_group() along dim 1 takes the place of copy_to_group(), and in
-#             row_linear() reduce_scatter_to_group() that of reduce_from_group(). If a norm has
-#             weights, each rank of tp uses them for its tokens only, so their gradients are summed
-#             over tp, too
-#     ep      switch_layer(x.flatten(0, 1), router, expert, groups["dp"]).view_as(x), with one
-#             expert on each dp rank, takes the place of split_mlp(). The router's gradient is
-#             summed over dp. An expert's is complete, so no sum is needed
+# ZeRO-1   the optimizer's state is divided over dp
+#          -  all_reduce(parameter.grad, group=groups["dp"]), optimizer.step()
+#          +  sharded_step([*stage.parameters()], update, groups["dp"])
+#          It averages gradients, so loss_fn divides by the number of tokens of one dp rank, and
+#          the sum of losses is divided by dp.
+#
+# cp       an axis of its own. A rank has 1/cp of the positions: of inputs, targets and `positions`
+#          -  the attention in split_attention()
+#          +  simple_allgather_attention(q, k, v, groups["cp"])
+#          Losses and gradients are summed over dp x cp. The gradient of `positions`, of which each
+#          cp rank has a part, is summed over dp alone.
+#
+# sp       x is (B, T/tp, D) between layers and between stages
+#          +  scatter_to_group(x, 1, tp_group) after the embeddings
+#          +  gather_from_group(x, 1, tp_group) before the head
+#          -  copy_to_group(x, tp_group) in column_linear()
+#          +  all_gather_to_group(x, 1, tp_group)
+#          -  reduce_from_group(y, tp_group) in row_linear()
+#          +  reduce_scatter_to_group(y, 1, tp_group)
+#          If a norm has weights, each rank of tp uses them for its tokens only, so their gradients
+#          are summed over tp, too.
+#
+# ep       one expert on each dp rank
+#          -  split_mlp(x, self.up, self.down, tp_group)
+#          +  switch_layer(x.flatten(0, 1), router, expert, groups["dp"]).view_as(x)
+#          The router's gradient is summed over dp. An expert's is complete, so no sum is needed.
 #
 # The same holds for what a training run adds:
 #
-#     vocabulary  split_embedding(), column_linear() and split_cross_entropy() take the places of
-#                 embedding, head and loss. tokens and head are then parts of their matrices
-#     tied head   tokens on the first stage and head on the last begin equal, and their gradients
-#                 are summed over the two, so they stay equal
-#     clipping    the norm's squares are summed over pp and tp. What all ranks of tp have a copy of
-#                 counts on one of them, and a tied weight on one of its stages
+# vocabulary   split_embedding(), column_linear() and split_cross_entropy() take the places of
+#              embedding, head and loss. tokens and head are then parts of their matrices
+# tied head    tokens on the first stage and head on the last begin equal, and their gradients are
+#              summed over the two, so they stay equal
+# clipping     the norm's squares are summed over pp and tp. What all ranks of tp have a copy of
+#              counts on one of them, and a tied weight on one of its stages
 #
 # One rule covers all of them: sum a gradient over the ranks that hold the same weight and have
 # computed different parts of its gradient.
@@ -315,7 +321,7 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 # plain_step() is training on a grid of processes. train() below does the same for all axes, with
 # ZeRO, recomputation and any schedule, and with messages that travel beside the computation:
 #
-#     plain_step()                       Trainer.launch_step(), finish_step()
+#     plain_step()                       Trainer.step()
 #     one_f_one_b_step()                 Pipeline.step()
 #     the all-reduces of gradients       wrap(), DDP or FSDP, which start them in backward
 #     the rule for sums                  Home, Trainer.sum_shared_gradients()
@@ -324,23 +330,25 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     PlainStage, PlainLayer             GPT, Block
 #
 # Read "the loop" and "one step" first, then what they rest on: "mesh", "where each parameter lives"
-# and "model". From "text" on, this file serves a long run on real data: data, checkpoints, metrics,
-# flags and errors. A reader who wants the technique alone may skip all that.
+# and "model". A reader who wants the technique alone may stop at "services".
 
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
 }  # fmt: skip
-WITH_CHUNKS = " or ".join(name for name, kind in SCHEDULES.items() if kind.v is None)
-WITH_PAIRS = "dualpipe or dualpipe-v"
+WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.v is None]
+WITH_PAIRS = ["dualpipe", "dualpipe-v"]
 IGNORE_INDEX = -100  # a target that does not count
-GARBAGE_EVERY = 50  # steps between Python's collections of garbage
+# Steps between collections of cyclic garbage. Python would collect at different moments on each
+# rank, and a rank that pauses inside a step keeps all others waiting. Steps leave no tensors in
+# cycles, so collecting seldom takes no more memory.
+GARBAGE_EVERY = 50
 
 # ---- the loop ------------------------------------------------------------------------------------
 #
 # From the loop to the wire, and what each call sends over which axis:
 #
 #     train()
-#       Trainer.launch_step()
+#       Trainer.step()
 #         forward_backward()
 #           run()                     dp x cp  the number of tokens that count, and the loss
 #                                     pp       the loss, which only the last stage has
@@ -361,7 +369,6 @@ GARBAGE_EVERY = 50  # steps between Python's collections of garbage
 #         sum_tallies()               all      with experts, how many tokens each got
 #         update()                             nothing: each rank updates what it owns
 #       Saver.must_stop()             all      with --checkpoint, whether a rank has to stop
-#       Trainer.finish_step()                  nothing: it waits for the device
 #       Saver.save(), validate()               see there
 #
 # All messages of a step are sent by collectives.py.
@@ -375,45 +382,46 @@ def train(args, device):
     """
     on_all_ranks(check_memory, args, device)
     data, data_digest = read_data(args)
-    on_all_ranks(prompt_of, args, data)  # refuses a wrong --prompt before the first step
-    trainer = Trainer(args, make_mesh(args), device)
-    saver = None
-    if args.checkpoint:
-        folder = Path(args.checkpoint)
-        lock = on_all_ranks(claim, folder, prefix=f"--checkpoint {folder}: ")  # held until the end
-        resume(trainer, folder, data_digest)
-        saver = Saver(trainer, folder, data_digest)
-        signal.signal(signal.SIGTERM, lambda *_: setattr(saver, "sigterm", True))
-    log = Log(trainer)
-    if trainer.steps_done >= args.steps:
-        log.say(f"--steps {args.steps}: nothing to train, as step {trainer.steps_done} is saved")
-        validate(trainer, data, log)
+    prompt = on_all_ranks(prompt_of, args, data, prefix="--prompt: ")
+    trainer = Trainer(args, make_mesh(args, device=device), device)
+    saver = Saver(trainer, args.checkpoint, data_digest) if args.checkpoint else None
+    gc.disable()
+    # The thread of `reader` makes the next batch during a step, as the data may be on a slow disk.
+    # At the end, saver waits for its save.
+    with ThreadPoolExecutor(1) as reader, saver or nullcontext():
+        if saver is not None:
+            resume(trainer, saver.folder, data_digest)
+        log = Log(trainer)
+        sizes = f"{len(data.train):,} to train on and {len(data.validation):,} for validation"
+        log.say(f"tokens of {data.train.dtype}: {sizes}")
+        if trainer.steps_done >= args.steps:
+            log.say(f"--steps {args.steps}: nothing to train, step {trainer.steps_done} is saved")
+            validate(trainer, data, prompt, log)
 
-    batch = trainer.batch_of(data, trainer.steps_done)
-    with saver or nullcontext(), collects_garbage_by_hand():  # at the end, saver waits for its save
+        coming = reader.submit(trainer.batch_of, data, trainer.steps_done)
         while trainer.steps_done < args.steps:
             began = time.perf_counter()
             is_first = not trainer.has_stepped
-            scalars = trainer.launch_step(*batch)
-            next_batch = trainer.batch_of(data, trainer.steps_done + 1)  # while a GPU computes
-            must_stop = saver is not None and saver.must_stop()
-            metrics = trainer.finish_step(scalars, *batch)
+            batch = coming.result()
+            coming = reader.submit(trainer.batch_of, data, trainer.steps_done + 1)
+            metrics = trainer.step(*batch)
             if is_first:
                 require_equal_gradients(trainer)
-            batch = next_batch
+            must_stop = saver is not None and saver.must_stop()
             is_last = must_stop or trainer.steps_done == args.steps
             log.step(metrics, time.perf_counter() - began, must_print=must_stop)
             if trainer.steps_done % GARBAGE_EVERY == 0:
                 gc.collect()  # on all ranks at the same time
             if is_last or is_multiple(trainer.steps_done, args.save_every):
-                require_equal_copies(trainer, saver)
+                require_equal_copies(trainer)
                 if saver is not None:
                     saver.save()  # raises the previous save's error
             if must_stop:
                 end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
                 raise TrainingError(end, status=128 + signal.SIGTERM)
             if is_last or is_multiple(trainer.steps_done, args.eval_every):
-                validate(trainer, data, log)
+                validate(trainer, data, prompt, log)
+    gc.enable()
 
 
 def is_multiple(step, every):
@@ -433,26 +441,106 @@ def evaluate(trainer, data, batches=8):
     return total / batches
 
 
-def validate(trainer, data, log):
-    """Report the loss of a validation, and a sample. Collective."""
+def validate(trainer, data, prompt, log):
+    """Report the loss of a validation, and a sample that begins with the prompt. Collective."""
     log.validation(evaluate(trainer, data))
-    write_sample(trainer, data, log)
+    count = sample_size(trainer.args, data)
+    if count:
+        show = text_of if data.is_text else list
+        tokens = sample(trainer, prompt, count)
+        log.sample(show(prompt), show(tokens), show(prompt + tokens))
 
 
-@contextmanager
-def collects_garbage_by_hand():
-    """Keep Python from collecting cyclic garbage by itself.
+# ---- where each parameter lives ------------------------------------------------------------------
+#
+# Each rank of the group over which a parameter is split holds a part of it, and the part's gradient
+# is summed over the ranks that hold the same part. Among these, ZeRO divides the part's optimizer
+# state, gradient or weight. Weights are stored as (outputs, inputs), so a column-parallel layer
+# splits rows.
+#
+#     parameter                        split over      its gradient is summed over
+#     wte, lm_head                     tp, by rows     dp x cp, then, if tied, first and last stage
+#     c_attn, c_fc, with biases        tp, by rows     dp x cp
+#     c_proj.weight                    tp, by columns  dp x cp
+#     c_proj.bias, ln_*, wpe           nothing         dp x cp, then, with --sp, tp
+#     router, shared experts           nothing         dp x cp, then tp
+#     w_in, w_out of experts           ep, by experts  expert_dp_group, then expert_tp_group
+#
+# With DualPipe, gradients are also summed over the two ranks of pp that hold the same stage.
+#
+# Each fact is declared on the module that has the parameter: the part by set_shard() (of experts by
+# make_moe()), the sum over tp by mark_sum_over_tp(), the home and the initial value by declare(), a
+# copy by GPT.copies. placements_of() collects them in Placements, which are read by initialize(),
+# wrap(), the sums and the norm of gradients, and checkpoints. tests/tools/placement.py prints them
+# for any layout.
 
-    It would do so at different moments on each rank, and a rank that pauses inside a step keeps all
-    others waiting. Steps leave no tensors in cycles, so collecting seldom takes no more memory.
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """The groups of one kind of parameter. Experts have one Home, and all others have another.
+
+                       all others         experts
+    split_group        tp_group           ep_group                 together they hold all parts
+    copies_group       tp_group           expert_tp_group          ranks of tp that may hold copies
+    dp_group           dp_cp_group        expert_dp_group          ranks of dp x cp, the same part
+    shard_group        shard_group        expert_shard_group       ZeRO cuts a part over these
+    replicate_group    replicate_group    expert_replicate_group   ranks with the same shard
+
+    All ranks of copies_group have the same experts. Of other parameters, they have copies only of
+    those that are not split.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+
+    split_group: dist.ProcessGroup
+    copies_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    shard_group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup
+
+
+class Homes(NamedTuple):
+    """The Home of all parameters but experts, and that of experts."""
+
+    dense: Home
+    experts: Home
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where a parameter or buffer of this rank lives, and what it begins with.
+
+    name: in the whole model. A copy of a tied weight has the name of the original.
+    module, attribute: what holds it. ZeRO replaces the parameter there by this rank's piece of it.
+    chunk: the number of the chunk that has it.
+    initial: its initial value, see declare().
+    home: its Home. shard: the Shard that says which part this rank has, or None for all of it.
+    sum_over_tp: whether the gradient is summed over home.copies_group, see mark_sum_over_tp().
+    is_tied: whether embedding and head share it. If two stages have it, they sum its gradient.
+    is_copy: whether another chunk has the original, which counts in the norm and is saved.
+    is_buffer, is_saved: whether it is a buffer, and whether checkpoints hold it.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    chunk: int
+    initial: object
+    home: Home
+    shard: Shard | None
+    sum_over_tp: bool
+    is_tied: bool
+    is_copy: bool
+    is_buffer: bool
+    is_saved: bool
+
+    @property
+    def tensor(self):
+        return getattr(self.module, self.attribute)
+
+    @property
+    def counts(self):
+        """Whether this rank counts it in the norm: a part always, a copy over tp on one rank."""
+        is_first = dist.get_rank(self.home.split_group) == 0
+        return not self.is_copy and (self.shard is not None or is_first)
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -463,13 +551,13 @@ class Trainer:
 
     positions: the positions of each sequence that this rank holds.
     replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
-    chunks: a GPT for each pipeline stage that this rank has; unique_chunks: those of one replica.
+    chunks: a GPT for each pipeline stage that this rank has.
+    unique_chunks: the same without the second replica that DualPipe keeps.
     homes: Homes, and placements: a Placement for each parameter and buffer of this rank, both
         described under "where each parameter lives".
     mixtures: {row in sum_tallies(): MoE} of this rank's mixtures of experts.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
-    optimizer: that of make_optimizer(). optimizer_options: its groups' options before the first
-        step, which are compared with those of later steps, see kept_elsewhere().
+    optimizer: that of make_optimizer().
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
     steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
     """
@@ -496,10 +584,9 @@ class Trainer:
                     self.mixtures[int(i) // args.moe_every] = layer.mlp
         self.stages = wrap(args, self.homes, self.chunks, self.placements)
         self.optimizer = make_optimizer(args, self.parameters())
-        self.optimizer_options = [dict(group) for group in self.optimizer.param_groups]
-        require_elementwise(args, self.optimizer)
         rows = args.batch_size // (args.dp * args.microbatches)
-        shape = len(self.chunks[0].positions), rows, args.hidden  # of a microbatch's activations
+        # Inside a stage, activations are (T, B, D): positions come first, because sp divides dim 0.
+        shape = len(self.chunks[0].positions), rows, args.hidden
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
         options = {"group": mesh.pp_group, "shape": shape, "dtype": dtype, "device": device}
         evaluation = forward_only(args.pp, args.microbatches, schedule.routes[0])
@@ -529,13 +616,6 @@ class Trainer:
         Returns {name: value}: the global loss, the gradient norm before clipping, and more. Raises
         TrainingError, with the weights unchanged, if the loss or the norm is not finite.
         """
-        return self.finish_step(self.launch_step(inputs, targets), inputs, targets)
-
-    def launch_step(self, inputs, targets):
-        """Launch a step, which a GPU may still be computing when this returns.
-
-        Returns {name: scalar on the device} for finish_step(), which must follow.
-        """
         args = self.args
         seed_dropout(args.seed, self.steps_done, self.mesh)
         loss = self.forward_backward(inputs, targets)
@@ -549,12 +629,6 @@ class Trainer:
         scalars = {"loss": loss, "grad_norm": norm}
         if args.experts:
             scalars |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        return scalars
-
-    def finish_step(self, scalars, inputs, targets):
-        """Wait for a launched step, and return its metrics or raise TrainingError. See step()."""
-        args = self.args
-        rate = self.optimizer.param_groups[0]["lr"]
         # The host waits for the device here. Elsewhere in a step it waits only in layers with
         # experts, and in update() for an optimizer that is not fused.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
@@ -709,7 +783,8 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
     method = CP_METHODS[args.cp_method]
     cp_fn = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)  # check() excludes dropout
     rank = dist.get_rank(mesh.pp_group)
-    # a route lists the slot of each stage, (rank, number among the rank's chunks)
+    # A route lists the slot of each stage: (rank, number among the rank's chunks). With DualPipe
+    # there are two routes, in opposite directions.
     stage_at = {slot: stage for route in routes for stage, slot in enumerate(route)}
     divided = divide_layers(args, routes)
     parallel = Parallel(
@@ -765,11 +840,12 @@ def wrap_in_zero(args, homes, chunks, weights):
     for row in weights:
         if row.home is homes.experts:
             groups[row.tensor] = row.home.shard_group, row.home.replicate_group
-    # A weight that tp does not split has a copy on each rank of tp, and sum_shared_gradients() adds
-    # shards of these copies, so they must be cut alike. Where a weight is cut depends on the others
-    # in its flat tensor, and a part that tp splits may have other sizes on other ranks. So such
-    # parts have a flat tensor of their own, and with them the tied weight, which two stages have.
-    # Experts need none, since ep divides them evenly.
+    # sum_shared_gradients() adds shards of weights of which several ranks have copies: norms over
+    # tp, and the tied weight over two stages. So these ranks must cut them at the same places,
+    # which depend on all weights in a flat tensor. Weights that tp splits are kept apart from
+    # norms, because their parts may have other sizes on other ranks of tp (257 tokens over tp 2),
+    # and the tied weight because the two stages hold other weights beside it. ep divides experts
+    # evenly.
     is_apart = lambda row: row.is_tied or (args.tp > 1 and row.shard is not None)
     apart = {row.tensor for row in weights if is_apart(row)}.difference(groups)
     under_way = deque()
@@ -786,319 +862,6 @@ def wrap_in_zero(args, homes, chunks, weights):
         )  # fmt: skip
         stages.append(stage)
     return stages
-
-
-# ---- the optimizer -------------------------------------------------------------------------------
-
-# the optimizers of PyTorch that update each element by itself
-ELEMENTWISE = (
-    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax,
-    torch.optim.AdamW, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
-    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
-)  # fmt: skip
-
-
-def make_optimizer(args, parameters):
-    """Create AdamW with weight decay for matrices only.
-
-    A class whose option `fused` is true takes found_inf, a tensor, in step(): it changes nothing
-    where that is 1, so the host need not wait. For any other class the host waits, see update().
-
-    Another optimizer can take its place. A class that is not in ELEMENTWISE declares by an
-    attribute, `elementwise = True`, that it works where tp or ZeRO cuts matrices. Checkpoints hold
-    what optimizer_state() accepts.
-    """
-    is_matrix = lambda parameter: len(getattr(parameter, "whole_shape", parameter.shape)) > 1
-    matrices = [parameter for parameter in parameters if is_matrix(parameter)]
-    others = [parameter for parameter in parameters if not is_matrix(parameter)]
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    options = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": args.weight_decay}
-    if args.moments == "bf16":
-        return AdamW(groups, **options, moments_dtype=torch.bfloat16)
-    return torch.optim.AdamW(groups, **options, fused=True)
-
-
-def require_elementwise(args, optimizer):
-    """Raise TrainingError if tp or ZeRO cuts matrices that this optimizer needs as a whole."""
-    kind = type(optimizer)
-    is_cut = args.tp > 1 or args.zero
-    if not is_cut or kind in ELEMENTWISE or getattr(kind, "elementwise", False):
-        return
-    cuts = as_typed("tp", args.tp) if args.tp > 1 else as_typed("zero", args.zero)
-    ways = f"set {kind.__name__}.elementwise = True if it updates each element by itself"
-    raise TrainingError(f"{cuts} cuts matrices, which {kind.__name__} may need whole: {ways}", 2)
-
-
-def learning_rate(step, args):
-    r"""Return the learning rate of step 0, 1, ...
-
-    It rises in the first --warmup steps, and the next one has --lr. In the last --decay-steps it
-    falls towards --min-lr, which a step after the last one would have:
-
-        lr         ___________________
-                  /                   \    linear, or half a period of a cosine
-                 /                     \   (Loshchilov and Hutter, 2017)
-                /                       min_lr
-              warmup       stable       decay
-
-    By default the decay begins right after the warm-up. With fewer --decay-steps, the rate is
-    stable in between (Hu et al., "MiniCPM", 2024).
-    """
-    if step < args.warmup:
-        return args.lr * (step + 1) / (args.warmup + 1)
-    begin = args.steps - args.decay_steps
-    progress = max(0, step - begin) / max(1, args.decay_steps)
-    if args.lr_decay == "none":
-        height = 1.0
-    elif args.lr_decay == "linear":
-        height = 1 - progress
-    else:
-        height = (1 + math.cos(math.pi * progress)) / 2
-    floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
-    return args.lr * (floor + (1 - floor) * height)
-
-
-# ---- mesh ----------------------------------------------------------------------------------------
-
-
-class Mesh(SimpleNamespace):
-    """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
-
-    pp_group, dp_group, cp_group, tp_group   the ranks that differ on this axis only
-    dp_cp_group              the ranks of dp x cp, over which gradients are summed
-    shard_group              neighbours in dp_cp_group that together hold one copy of ZeRO's shards
-    replicate_group          the ranks of dp_cp_group that hold the same shards
-    ep_group                 ranks of dp x cp x tp that together hold each expert of a layer once
-    expert_dp_group          the ranks of dp x cp that hold the same experts
-    expert_shard_group       neighbours in expert_dp_group that together hold one copy of the shards
-    expert_replicate_group   the ranks of expert_dp_group that hold the same shards
-    expert_tp_group          the ranks of tp that hold the same experts
-    node_group               the ranks of ep_group on this node
-    cross_group              the ranks of ep_group with the same rank in their node_group
-    embedding_group          the first and the last rank of pp_group; others have no such group
-
-    With pp 2, dp 2 and tp 2, the grid is [[0 1] [2 3]] in stage 0 and [[4 5] [6 7]] in stage 1:
-
-        tp_group           0 1, 2 3, 4 5, 6 7    the same stage and replica
-        dp_group           0 2, 1 3, 4 6, 5 7    the same stage and place in tp
-        pp_group           0 4, 1 5, 2 6, 3 7    the same replica and place in tp
-
-    Experts are spread over gcd(ep, tp) ranks of tp, and then over dp x cp. With 8 ranks and pp 1:
-
-                           tp 2 and ep 4         tp 4 and ep 2
-        tp_group           0 1, 2 3, 4 5, 6 7    0 1 2 3, 4 5 6 7
-        ep_group           0 1 2 3, 4 5 6 7      0 1, 2 3, 4 5, 6 7
-        expert_dp_group    0 4, 1 5, 2 6, 3 7    0 4, 1 5, 2 6, 3 7
-        expert_tp_group    each rank is alone    0 2, 1 3, 4 6, 5 7
-
-    With dp 4 and --replicate 2, ZeRO cuts over 0 1 and 2 3, and 0 2 and 1 3 have the same shards.
-    With ep 8 over two nodes of four ranks:
-
-        node_group         0 1 2 3, 4 5 6 7
-        cross_group        0 4, 1 5, 2 6, 3 7
-    """
-
-
-GRADIENT_GROUPS = {  # over which DDP and ZeRO sum gradients
-    "dp_cp_group", "shard_group", "replicate_group",
-    "expert_dp_group", "expert_shard_group", "expert_replicate_group",
-}  # fmt: skip
-
-
-def make_mesh(args, groups=None):
-    """Create all groups of the grid and return this process's Mesh. Collective.
-
-    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. But
-    gradients have groups of their own, because the operations of a group run in order, and layers'
-    messages should not wait for gradients. groups: those of earlier meshes, to be used again.
-    """
-    rank = dist.get_rank()
-    groups = {} if groups is None else groups
-    of_gradients = set(GRADIENT_GROUPS)
-    if not args.experts:  # nothing is sent over dp_group, so gradients may share it
-        of_gradients.add("dp_group")
-    mine = {}
-    degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
-    for name, slices in slices_of(*degrees).items():  # in the same order on all ranks
-        for ranks in map(tuple, slices.tolist()):
-            is_alone = len(ranks) == 1
-            if is_alone and rank not in ranks:
-                continue  # a group of one is created by its rank alone
-            key = ranks, not is_alone and name in of_gradients
-            if key not in groups:
-                groups[key] = make_group(ranks, timedelta(seconds=args.timeout))
-            if rank in ranks:
-                mine[name] = groups[key]
-    for group in dict.fromkeys(mine.values()):
-        nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
-        sizes = {nodes.count(node) for node in nodes}
-        set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
-        if args.collectives == "backend":
-            set_backend_collectives(group)
-        # if a group has only NCCL, without a bound GPU, all ranks must take part in its first
-        # operation, which is this one
-        if not is_bound_to_gpu():
-            barrier(group)
-    return Mesh(**mine)
-
-
-def is_bound_to_gpu():
-    """Return whether join() has connected this process's own GPU over NCCL."""
-    return dist.group.WORLD.bound_device_id is not None
-
-
-def make_group(ranks, timeout):
-    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
-
-    On GPUs a group has only NCCL, on a stream of high priority, so that messages do not wait for
-    kernels of the computation. A group of one has gloo, which costs nothing until it is used.
-    """
-    is_alone = len(ranks) == 1
-    if is_alone or not is_bound_to_gpu():
-        backend = "gloo" if is_bound_to_gpu() else None
-        return dist.new_group(ranks, timeout, backend, use_local_synchronization=is_alone)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # new_group() warns if it differs
-    return dist.new_group(ranks, timeout, "nccl", options)
-
-
-def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
-    """Cut the grid (pp, dp, cp, tp) into groups. Return {name: ranks}, one row per group.
-
-    ep_nodes: the number of nodes over which an ep_group is spread.
-    replicate: the number of copies of ZeRO's shards in a dp_cp_group. In an expert_dp_group it is
-        gcd(replicate, size of the group).
-    """
-    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-    replicas = differing(grid, 1, 2)
-    ends = grid[[0, -1]] if pp > 1 else grid
-    in_tp = math.gcd(ep, tp)
-    # Experts divide dp x cp and tp into copies and parts. A rank's coordinates on the part dims say
-    # which experts it holds, and those on the copy dims say which ep_group of the stage it is in.
-    # Mesh's examples have the shapes (1, 2, 2, 1, 2) and (1, 2, 1, 2, 2).
-    domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
-    _, COPY, PART, TP_COPY, TP_PART = range(5)  # dims; the first is the stage
-    ep_groups = differing(domain, PART, TP_PART)
-    expert_replicas = differing(domain, COPY)
-    shard_copies = math.gcd(replicate, expert_replicas.shape[1])
-    # A row consists of `count` runs of neighbours. A group is one run, or one rank of each run.
-    runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
-    across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
-    return {
-        "pp_group": differing(grid, 0),
-        "dp_group": differing(grid, 1),
-        "cp_group": differing(grid, 2),
-        "tp_group": differing(grid, 3),
-        "dp_cp_group": replicas,
-        "shard_group": runs_of(replicas, replicate),  # 2 runs of 0 2 4 6: 0 2, 4 6
-        "replicate_group": across_runs(replicas, replicate),  # across them: 0 4, 2 6
-        "ep_group": ep_groups,
-        "expert_dp_group": expert_replicas,
-        "expert_shard_group": runs_of(expert_replicas, shard_copies),
-        "expert_replicate_group": across_runs(expert_replicas, shard_copies),
-        "expert_tp_group": differing(domain, TP_COPY),
-        "embedding_group": differing(ends, 0),
-        "node_group": runs_of(ep_groups, ep_nodes),
-        "cross_group": across_runs(ep_groups, ep_nodes),
-    }
-
-
-def differing(grid, *dims):
-    """Return a row for each group: the ranks that differ on these dims of the grid only."""
-    at_end = range(-len(dims), 0)
-    return grid.movedim(dims, tuple(at_end)).flatten(-len(dims)).flatten(0, -2)
-
-
-# ---- where each parameter lives ------------------------------------------------------------------
-#
-# Each rank of the group over which a parameter is split holds a part of it, and the part's gradient
-# is summed over the ranks that hold the same part. Among these, ZeRO divides the part's optimizer
-# state, gradient or weight. Weights are stored as (outputs, inputs), so a column-parallel layer
-# splits rows.
-#
-#     parameter                        split over      its gradient is summed over
-#     wte, lm_head                     tp, by rows     dp x cp, then, if tied, first and last stage
-#     c_attn, c_fc, with biases        tp, by rows     dp x cp
-#     c_proj.weight                    tp, by columns  dp x cp
-#     c_proj.bias, ln_*, wpe           nothing         dp x cp, then, with --sp, tp
-#     router, shared experts           nothing         dp x cp, then tp
-#     w_in, w_out of experts           ep, by experts  expert_dp_group, then expert_tp_group
-#
-# With DualPipe, gradients are also summed over the two ranks of pp that hold the same stage.
-#
-# Each fact is declared on the module that has the parameter: the part by set_shard() (of experts by
-# make_moe()), the sum over tp by mark_sum_over_tp(), the home and the initial value by declare(), a
-# copy by GPT.copies. placements_of() collects them in Placements, which are read by initialize(),
-# wrap(), the sums and the norm of gradients, and checkpoints. tests/tools/placement.py prints them
-# for any layout.
-
-
-@dataclass(frozen=True, eq=False)
-class Home:
-    """The groups of one kind of parameter. Experts have one Home, and all others have another.
-
-                       all others         experts
-    split_group        tp_group           ep_group                 together they hold all parts
-    copies_group       tp_group           expert_tp_group          ranks of tp that may hold copies
-    dp_group           dp_cp_group        expert_dp_group          ranks of dp x cp, the same part
-    shard_group        shard_group        expert_shard_group       ZeRO cuts a part over these
-    replicate_group    replicate_group    expert_replicate_group   ranks with the same shard
-
-    All ranks of copies_group have the same experts. Of other parameters, they have copies only of
-    those that are not split.
-    """
-
-    split_group: dist.ProcessGroup
-    copies_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
-    shard_group: dist.ProcessGroup
-    replicate_group: dist.ProcessGroup
-
-
-class Homes(NamedTuple):
-    """The Home of all parameters but experts, and that of experts."""
-
-    dense: Home
-    experts: Home
-
-
-@dataclass(frozen=True, eq=False)
-class Placement:
-    """Where a parameter or buffer of this rank lives, and what it begins with.
-
-    name: in the whole model. A copy of a tied weight has the name of the original.
-    module, attribute: what holds it. ZeRO replaces the parameter there by this rank's piece of it.
-    chunk: the number of the chunk that has it.
-    initial: its initial value, see declare().
-    home: its Home. shard: the Shard that says which part this rank has, or None for all of it.
-    sum_over_tp: whether the gradient is summed over home.copies_group, see mark_sum_over_tp().
-    is_tied: whether embedding and head share it. If two stages have it, they sum its gradient.
-    is_copy: whether another chunk has the original, which counts in the norm and is saved.
-    is_buffer, is_saved: whether it is a buffer, and whether checkpoints hold it.
-    """
-
-    name: str
-    module: nn.Module
-    attribute: str
-    chunk: int
-    initial: object
-    home: Home
-    shard: Shard | None
-    sum_over_tp: bool
-    is_tied: bool
-    is_copy: bool
-    is_buffer: bool
-    is_saved: bool
-
-    @property
-    def tensor(self):
-        return getattr(self.module, self.attribute)
-
-    @property
-    def counts(self):
-        """Whether this rank counts it in the norm: a part always, a copy over tp on one rank."""
-        is_first = dist.get_rank(self.home.split_group) == 0
-        return not self.is_copy and (self.shard is not None or is_first)
 
 
 class Normal(NamedTuple):
@@ -1162,62 +925,248 @@ def placements_of(chunks, homes, replicated):
     return placements
 
 
-# ---- model ---------------------------------------------------------------------------------------
+# ---- the optimizer -------------------------------------------------------------------------------
 
 
-def flag(default, help, **details):
-    """Declare a dataclass field that is also a flag of the command line.
+def make_optimizer(args, parameters):
+    """Create the optimizer, with weight decay for matrices only.
 
-    details: choices, or the bounds of a number, which must be in [least, below). By default, least
-        is 1, or 0 for a float, and below is 2**31, or infinity for a float.
-        needs: what the flag has no effect without, as in "--checkpoint", "--cp > 1" or
-            "--lr-decay cosine or linear". If it is missing, the flag is refused, except with the
-            value `neutral`, which means that the flag is off.
-        group: the heading in --help for this flag and the next ones (default: the previous one).
+    Raises TrainingError with status 2 if tp or ZeRO cuts matrices that it may need as a whole.
     """
-    return field(default=default, metadata={"help": help} | details)
+    is_matrix = lambda parameter: len(getattr(parameter, "whole_shape", parameter.shape)) > 1
+    matrices = [parameter for parameter in parameters if is_matrix(parameter)]
+    others = [parameter for parameter in parameters if not is_matrix(parameter)]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    optimizer = adamw(args, groups)
+    if args.tp > 1 or args.zero:
+        try:
+            with warnings.catch_warnings(action="error"):
+                check_elementwise(type(optimizer))
+        except (ValueError, UserWarning) as error:
+            cuts = typed(args, "tp", "zero")
+            raise TrainingError(f"{cuts}: {error} (`elementwise = True` says so)", 2) from None
+    return optimizer
+
+
+def adamw(args, groups):
+    """Create AdamW. Another optimizer may take its place.
+
+    It must update each element by itself, unless nothing is cut, and all that it keeps from step to
+    step must be in its state: tensors that have their weight's shape, and "step", the number of
+    steps. Checkpoints have nothing else, see require_savable().
+
+    A class whose option `fused` is true takes found_inf, a tensor, in step(): it changes nothing
+    where that is 1, so the host need not wait. For any other class the host waits, see update().
+    """
+    options = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": args.weight_decay}
+    if args.moments == "bf16":
+        return AdamW(groups, **options, moments_dtype=torch.bfloat16)
+    # for fp32, zero.AdamW would copy the moments twice in each step, too
+    return torch.optim.AdamW(groups, **options, fused=True)
+
+
+def learning_rate(step, args):
+    r"""Return the learning rate of step 0, 1, ...
+
+    It rises in the first --warmup steps, and the next one has --lr. In the last --decay-steps it
+    falls towards --min-lr, which a step after the last one would have:
+
+        lr         ___________________
+                  /                   \    linear, or half a period of a cosine
+                 /                     \   (Loshchilov and Hutter, 2017)
+                /                       min_lr
+              warmup       stable       decay
+
+    By default the decay begins right after the warm-up. With fewer --decay-steps, the rate is
+    stable in between (Hu et al., "MiniCPM", 2024).
+    """
+    if step < args.warmup:
+        return args.lr * (step + 1) / (args.warmup + 1)
+    begin = args.steps - args.decay_steps
+    progress = max(0, step - begin) / max(1, args.decay_steps)
+    if args.lr_decay == "none":
+        height = 1.0
+    elif args.lr_decay == "linear":
+        height = 1 - progress
+    else:
+        height = (1 + math.cos(math.pi * progress)) / 2
+    floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
+    return args.lr * (floor + (1 - floor) * height)
+
+
+# ---- mesh ----------------------------------------------------------------------------------------
+
+
+class Mesh(SimpleNamespace):
+    """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
+
+    pp_group, dp_group, cp_group, tp_group   the ranks that differ on this axis only
+    dp_cp_group              the ranks of dp x cp, over which gradients are summed
+    shard_group              neighbours in dp_cp_group that together hold one copy of ZeRO's shards
+    replicate_group          the ranks of dp_cp_group that hold the same shards
+    ep_group                 ranks of dp x cp x tp that together hold each expert of a layer once
+    expert_dp_group          the ranks of dp x cp that hold the same experts
+    expert_shard_group       neighbours in expert_dp_group that together hold one copy of the shards
+    expert_replicate_group   the ranks of expert_dp_group that hold the same shards
+    expert_tp_group          the ranks of tp that hold the same experts
+    node_group               the ranks of ep_group on this node
+    cross_group              the ranks of ep_group with the same rank in their node_group
+    embedding_group          the first and the last rank of pp_group; others have no such group
+
+    plain_groups() shows pp_group, dp_group and tp_group for 8 ranks. Experts are spread over
+    gcd(ep, tp) ranks of tp, and then over dp x cp. With 8 ranks and pp 1:
+
+                           tp 2 and ep 4         tp 4 and ep 2
+        tp_group           0 1, 2 3, 4 5, 6 7    0 1 2 3, 4 5 6 7
+        ep_group           0 1 2 3, 4 5 6 7      0 1, 2 3, 4 5, 6 7
+        expert_dp_group    0 4, 1 5, 2 6, 3 7    0 4, 1 5, 2 6, 3 7
+        expert_tp_group    each rank is alone    0 2, 1 3, 4 6, 5 7
+
+    With dp 4 and --replicate 2, ZeRO cuts over 0 1 and 2 3, and 0 2 and 1 3 have the same shards.
+    With ep 8 over two nodes of four ranks:
+
+        node_group         0 1 2 3, 4 5 6 7
+        cross_group        0 4, 1 5, 2 6, 3 7
+    """
+
+
+GRADIENT_GROUPS = {  # over which DDP and ZeRO sum gradients
+    "dp_cp_group", "shard_group", "replicate_group",
+    "expert_dp_group", "expert_shard_group", "expert_replicate_group",
+}  # fmt: skip
+
+
+def make_mesh(args, groups=None, device=torch.device("cpu")):
+    """Create all groups of the grid and return this process's Mesh. Collective.
+
+    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. But
+    gradients have groups of their own, because the operations of a group run in order, and layers'
+    messages should not wait for gradients. groups: those of earlier meshes, to be used again.
+    """
+    rank = dist.get_rank()
+    groups = {} if groups is None else groups
+    gpu = device if over_nccl(args, device) else None
+    of_gradients = set(GRADIENT_GROUPS)
+    if not args.experts:  # nothing is sent over dp_group, so gradients may share it
+        of_gradients.add("dp_group")
+    mine = {}
+    degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
+    for name, slices in slices_of(*degrees).items():  # in the same order on all ranks
+        for ranks in map(tuple, slices.tolist()):
+            is_alone = len(ranks) == 1
+            if is_alone and rank not in ranks:
+                continue  # a group of one is created by its rank alone
+            key = ranks, not is_alone and name in of_gradients
+            if key not in groups:
+                groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
+            if rank in ranks:
+                mine[name] = groups[key]
+    for group in dict.fromkeys(mine.values()):
+        nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
+        sizes = {nodes.count(node) for node in nodes}
+        set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
+        if args.collectives == "backend":
+            set_backend_collectives(group)
+    return Mesh(**mine)
+
+
+def over_nccl(args, device):
+    """Return whether messages go over NCCL, for which each process needs a GPU of its own."""
+    return device.type == "cuda" and args.device != "shared"
+
+
+def make_group(ranks, timeout, gpu=None):
+    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
+
+    On a GPU it has NCCL, on a stream of high priority, so that messages do not wait for kernels of
+    the computation. Otherwise, and if it has one rank, it has the backend of the world, gloo.
+    """
+    is_alone = len(ranks) == 1
+    if is_alone or gpu is None:
+        return dist.new_group(ranks, timeout, use_local_synchronization=is_alone)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group() warns if it differs
+    return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
+
+
+def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
+    """Cut the grid (pp, dp, cp, tp) into groups. Return {name: ranks}, one row per group.
+
+    ep_nodes: the number of nodes over which an ep_group is spread.
+    replicate: the number of copies of ZeRO's shards in a dp_cp_group. In an expert_dp_group it is
+        gcd(replicate, size of the group).
+    """
+    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
+    replicas = differing(grid, 1, 2)
+    ends = grid[[0, -1]] if pp > 1 else grid
+    # An ep_group takes in_tp neighbours of tp at in_dp_cp neighbouring places of dp x cp. In Mesh's
+    # first example these are 2 and 2, so ranks 0 to 3 share the experts and 4 to 7 have copies.
+    in_tp = math.gcd(ep, tp)
+    in_dp_cp = ep // in_tp
+    domain = grid.view(pp, -1, in_dp_cp, tp // in_tp, in_tp)  # (pp, copy, part, tp copy, tp part)
+    ep_groups = differing(domain, 2, 4)  # the two parts tell which experts a rank holds
+    expert_replicas = differing(domain, 1)
+    shard_copies = math.gcd(replicate, expert_replicas.shape[1])
+    # A row consists of `count` runs of neighbours. A group is one run, or one rank of each run.
+    runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
+    across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
+    return {
+        "pp_group": differing(grid, 0),
+        "dp_group": differing(grid, 1),
+        "cp_group": differing(grid, 2),
+        "tp_group": differing(grid, 3),
+        "dp_cp_group": replicas,
+        "shard_group": runs_of(replicas, replicate),  # 2 runs of 0 2 4 6: 0 2, 4 6
+        "replicate_group": across_runs(replicas, replicate),  # across them: 0 4, 2 6
+        "ep_group": ep_groups,
+        "expert_dp_group": expert_replicas,
+        "expert_shard_group": runs_of(expert_replicas, shard_copies),
+        "expert_replicate_group": across_runs(expert_replicas, shard_copies),
+        "expert_tp_group": differing(domain, 3),
+        "embedding_group": differing(ends, 0),
+        "node_group": runs_of(ep_groups, ep_nodes),
+        "cross_group": across_runs(ep_groups, ep_nodes),
+    }
+
+
+def differing(grid, *dims):
+    """Return a row for each group: the ranks that differ on these dims of the grid only."""
+    at_end = range(-len(dims), 0)
+    return grid.movedim(dims, tuple(at_end)).flatten(-len(dims)).flatten(0, -2)
+
+
+# ---- model ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A GPT.
+    """A GPT. Args, under "flags", says what each field means.
 
     In shapes, D is hidden, V is vocab_size, T is seq_len / cp, B counts sequences, F is mlp_width,
     H is heads / tp, and K is D / heads.
     """
 
-    layers: int = flag(4, "number of transformer layers", below=10**5, group="model")
-    hidden: int = flag(128, "width of the model")
-    heads: int = flag(4, "attention heads")
-    seq_len: int = flag(64, "tokens in a sequence")
-    vocab_size: int = flag(256, "tokens in the vocabulary")
-    dropout: float = flag(0.0, "dropout probability, in attention and residuals", below=1)
-    kv_heads: int | None = flag(None, "heads of keys and values (default: --heads)")
-    block: str = flag("gpt2", "GPT-2's or Llama's layers", choices=("gpt2", "llama"))
-    rope_theta: float = flag(10000.0, "base of the angles of Llama's rotary positions", least=1,
-                             needs="--block llama")  # fmt: skip
-    head: str | None = flag(None, "whether the head has the embedding's weight (default: tied, "
-                            "with --block llama untied)", choices=("tied", "untied"))  # fmt: skip
-    sp: bool = flag(False, "sequence parallelism: split activations over tp, too",
-                    needs="--tp > 1", group="layout")  # fmt: skip
-    recompute: str = flag("none", "recompute attention (selective) or layers (full) in backward",
-                          choices=("none", "selective", "full"))  # fmt: skip
-    recompute_layers: int = flag(1, "layers that --recompute full recomputes as one",
-                                 needs="--recompute full", neutral=1)  # fmt: skip
-    ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)",
-                           group="model")  # fmt: skip
-    experts: int = flag(0, "experts in a layer, or 0 for an MLP", least=0, group="experts")
-    top_k: int = flag(2, "experts that a token uses", needs="--experts")
-    shared_experts: int = flag(0, "experts that every token uses in addition", least=0,
-                               needs="--experts", neutral=0)  # fmt: skip
-    capacity_factor: float | None = flag(None, "limit of an expert's load / mean load", least=0.01,
-                                         needs="--experts")  # fmt: skip
-    balance: str = flag("aux", "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
-                        choices=("aux", "bias", "none"), needs="--experts",
-                        neutral="none")  # fmt: skip
-    moe_every: int = flag(1, "one layer in this many has experts", needs="--experts", neutral=1)
-    topk_nodes: int | None = flag(None, "nodes whose experts a token may use (default: all)",
-                                  needs="--experts")  # fmt: skip
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    seq_len: int = 64
+    vocab_size: int = 256
+    dropout: float = 0.0
+    kv_heads: int | None = None
+    ffn: int | None = None
+    block: str = "gpt2"
+    rope_theta: float = 10000.0
+    head: str | None = None
+    experts: int = 0
+    top_k: int = 2
+    shared_experts: int = 0
+    capacity_factor: float | None = None
+    balance: str = "aux"
+    moe_every: int = 1
+    topk_nodes: int | None = None
+    sp: bool = False
+    recompute: str = "none"
+    recompute_layers: int = 1
 
     @property
     def mlp_width(self):
@@ -1600,7 +1549,7 @@ def flops_per_token(config):
     return 3 * (flops_of_layers(config) + flops_of_head(config))
 
 
-# ---- initial values ------------------------------------------------------------------------------
+# ---- initial values, and where a part lies in the whole ------------------------------------------
 
 
 @torch.no_grad()
@@ -1640,34 +1589,225 @@ def normal(shape, std, key, offset=0):
     return value.mul_(std)
 
 
-# ---- text ----------------------------------------------------------------------------------------
+def views_in_whole(parameter, tensor, shard=None):
+    """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
 
+    parameter: this rank's part (the whole if `shard` is None), or ZeRO's piece of that part.
+    tensor: the parameter, or a tensor of the same layout, such as .grad.
 
-def prompt_of(args, data):
-    """Return the tokens with which a sample begins: bytes, or with .bin data numbers.
-
-    Without --prompt, it is a newline, or the first token of the validation part of .bin data.
-    Raises ValueError if --prompt is empty, not numbers, or outside the vocabulary.
+        row of the whole, (6, 2)  rank 0 (see Shard)  ZeRO's piece, offset 1  {index: shape of view}
+        0                         0 1                 . 1                     (0, 1): (1, 1)
+        1                         2 3                 2 3                     (1, 0): (1, 2)
+        4                         4 5                 4 5                     (4, 0): (1, 2)
     """
-    if sample_size(args, data) == 0:
-        return []
-    newline = ord("\n")
-    if args.prompt is None:
-        is_known = data.is_text and newline < args.vocab_size
-        tokens = [newline] if is_known else data.validation[:1].tolist()
-    elif data.is_text:
-        tokens = list(os.fsencode(args.prompt))
+    shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
+    begin = getattr(parameter, "offset", 0)
+    rest = tensor.detach().view(-1)
+    if not shape:  # a single number
+        return shape, {(): part.view(()) for part in rest}
+    dim, runs, total = 0, [(0, shape[0])], shape[0]
+    if shard is not None:
+        dim, runs, total = shard.dim, shard.runs(), sum(shard.blocks)
+    views = {}
+    assert dim == 0 or len(runs) == 1  # runs are adjacent in this rank's part along dim 0 only
+    for row, rows in runs:
+        sizes = (*shape[:dim], rows, *shape[dim + 1 :])
+        numel = math.prod(sizes)
+        for index, box in boxes_between(sizes, begin, min(begin + len(rest), numel)):
+            index[dim] += row
+            views[tuple(index)] = rest[: math.prod(box)].view(box)
+            rest = rest[math.prod(box) :]
+        begin = max(begin - numel, 0)
+    return (*shape[:dim], total, *shape[dim + 1 :]), views
+
+
+def boxes_between(shape, begin, end):
+    """Cut elements begin:end of a flattened tensor into boxes. Yield each as (first index, sizes).
+
+        shape (4, 2), 1:7      . 1       the rest of row 0     [0, 1], (1, 1)
+                               2 3       whole rows            [1, 0], (2, 2)
+                               4 5
+                               6 .       the start of row 3    [3, 0], (1, 1)
+    """
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    while begin < end:
+        index = [begin // stride % size for stride, size in zip(strides, shape)]
+        fits = lambda stride: begin % stride == 0 and begin + stride <= end
+        dim = next(dim for dim, stride in enumerate(strides) if fits(stride))  # outermost
+        count = min((end - begin) // strides[dim], shape[dim] - index[dim])
+        yield index, (*[1] * dim, count, *shape[dim + 1 :])
+        begin += count * strides[dim]
+
+
+# ==== services ====================================================================================
+#
+# Here the technique ends. What follows serves a long run on real data: it reads data and flags,
+# writes samples, checkpoints and a log, compares copies, and ends all processes alike.
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+class Data(NamedTuple):
+    """The tokens of a training part and a validation part, from which batches are cut."""
+
+    train: np.ndarray
+    validation: np.ndarray
+
+    @property
+    def is_text(self):
+        """Whether tokens are the bytes of a text."""
+        return self.train.dtype == np.uint8
+
+    def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
+        """Return inputs and targets, (rows, seq_len), of the batch for this seed, step and size."""
+        tokens = getattr(self, part)
+        random = np.random.default_rng([seed, step])
+        starts = random.integers(0, len(tokens) - seq_len, batch_size)[rows]
+        windows = np.stack([tokens[start : start + seq_len + 1] for start in starts])
+        windows = torch.from_numpy(windows).long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def read_data(args):
+    """Return the run's Data and a digest of its tokens. Collective.
+
+    Raises TrainingError with status 2 if the data cannot be read, differ between nodes, or have a
+    token outside the vocabulary. If nodes had different standard libraries, a pipeline's last stage
+    would read targets that do not belong to the first stage's inputs. The ranks of a node divide
+    the tokens, since hashing 1.3 GB takes a core a second.
+    """
+    source = f"--data {args.data or '(default)'}: "
+    data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
+    size = 2**24  # tokens in a chunk, so that the digest does not depend on the number of ranks
+    chunks = [part[begin : begin + size] for part in data for begin in range(0, len(part), size)]
+    rank_on_node = dist.get_rank() % args.per_node
+    digests = {}
+    largest = 0
+    for number in range(rank_on_node, len(chunks), args.per_node):
+        digests[number] = hashlib.sha256(chunks[number]).hexdigest()
+        largest = max(largest, int(chunks[number].max()))
+    found = gather_objects((largest, digests))
+    largest = max(largest for largest, _ in found)
+    if largest >= args.vocab_size:
+        token = f"token {largest} (read as {data.train.dtype})"
+        raise TrainingError(f"{source}{token} is outside --vocab-size {args.vocab_size}", 2)
+    first_rank = dist.get_rank() - rank_on_node
+    of_node = ChainMap(*[digests for _, digests in found[first_rank:][: args.per_node]])
+    whole = "".join(of_node[number] for number in range(len(chunks)))
+    digest = hashlib.sha256(whole.encode()).hexdigest()
+    require_same({"data": f"with digest {digest}"}, source)
+    return data, digest
+
+
+def load_data(path, seq_len, vocab_size=256):
+    """Load the Data at a path:
+
+        a file or folder of text           a token is a byte
+        a .jsonl file, also in a folder    the text of each line, with a byte 255 between them
+        None                               the sources of Python's standard library, as text
+        a .bin file                        tokens as uint16, or uint32 for a larger vocabulary
+        a folder of train.bin, val.bin     two such files, as nanoGPT prepares them
+
+    In all cases but the last, the last tenth is for validation. In a folder, hidden files, empty
+    ones and other folders are left out. Raises OSError or ValueError.
+    """
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    pattern = "[!.]*" if path else "*.py"
+    path = Path(path or sysconfig.get_path("stdlib"))
+    need(path.is_dir() or path.is_file(), f"there is no file or folder {path}")
+    if (path / "train.bin").is_file():
+        parts = [read_tokens(path / name, dtype) for name in ("train.bin", "val.bin")]
     else:
-        try:
-            tokens = [int(word) for word in args.prompt.replace(",", " ").split()]
-        except ValueError:
-            sentence = "for .bin data it must be numbers of tokens, such as 1,2,3"
-            raise ValueError(f"--prompt {args.prompt!r}: {sentence}") from None
-    need(tokens, "--prompt is empty")
-    for token in tokens:
-        is_inside = 0 <= token < args.vocab_size
-        need(is_inside, f"--prompt: token {token} is outside --vocab-size {args.vocab_size}")
+        if path.is_dir():
+            is_wanted = lambda file: file.is_file() and file.stat().st_size > 0
+            files = sorted(filter(is_wanted, path.glob(pattern)))
+            is_jsonl = any(file.suffix == ".jsonl" for file in files)
+            separator = DOCUMENT_END if is_jsonl else b"\n"
+            tokens = np.frombuffer(separator.join(map(read_text, files)), np.uint8)
+        else:
+            tokens = read_tokens(path, dtype) if path.suffix == ".bin" else read_text(path)
+        parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
+    sizes = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
+    need(min(map(len, parts)) > seq_len, f"{sizes} are too few for --seq-len {seq_len}")
+    return Data(*parts)
+
+
+DOCUMENT_END = b"\xff"  # never occurs in UTF-8
+LLMC = 20240520, 20240801  # files of llm.c begin with one of these, as an int32
+
+
+def read_tokens(path, dtype):
+    """Return the tokens of a .bin file, which stay on the disk until they are used.
+
+    Raises ValueError if it holds something else that could pass for tokens.
+    """
+    name = path.name
+    head = np.memmap(path, np.uint8, "r")[:1000].tobytes()
+    has_index = path.with_suffix(".idx").exists()
+    need(not has_index, f"{name} is Megatron's, as it has an .idx file, which says of what type")
+    is_llmc = int.from_bytes(head[:4], "little") in LLMC
+    need(not is_llmc, f"{name} begins with llm.c's header of 1024 bytes, which are no tokens")
+    need(not is_utf8(head), f"{name} is text, so its name should not end with .bin")
+    tokens = np.memmap(path, dtype, "r")
+    # Of wider integers, one half is 0 or far below the other one: 0 or 1 for tokens below 2**17
+    end = tokens[max(len(tokens) // 2, len(tokens) - 2**20) :]  # without a header, which may differ
+    low, high = sorted([int(end[::2].sum()), int(end[1::2].sum())])
+    how = f"np.fromfile(FILE, DTYPE).astype(np.{dtype.__name__}).tofile('train.bin')"
+    need(64 * low >= high, f"{name} is of a wider type than {dtype.__name__}: {how}")
     return tokens
+
+
+def is_utf8(head):
+    """Return whether bytes are the beginning of a text in UTF-8."""
+    try:
+        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+
+
+def read_text(path):
+    """Return the bytes of a text, or of the texts in a .jsonl file."""
+    text = np.memmap(path, np.uint8, "r")
+    is_binary = (text[: 2**20] == 0).any()
+    need(not is_binary, f"{path.name} is binary, not text: tokens are read from .bin files")
+    return np.frombuffer(join_texts(path), np.uint8) if path.suffix == ".jsonl" else text
+
+
+def join_texts(path):
+    """Return the "text" of each line of a .jsonl file, joined by DOCUMENT_END."""
+    texts = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
+            try:
+                texts.append(json.loads(line)["text"].encode())
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                fault = f'{path.name}: line {number} is no JSON object with a "text"'
+                raise ValueError(fault) from None
+    return DOCUMENT_END.join(texts)
+
+
+def check_memory(args, device):
+    """Raise ValueError if the batch or, on CPUs, the model takes more memory than the machine has.
+
+    Linux would swap for minutes, and then kill a process. A GPU says by itself that it is full.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tokens = args.batch_size // args.dp * (args.seq_len + 1)
+    taken = {"batch_size seq_len": 24 * tokens + 8 * args.batch_size}  # as int64, three times
+    if device.type == "cpu":
+        whole = replace(args, top_k=args.experts)  # the FLOPs of a token that used all experts
+        flops = [forward_flops(whole, args.has_experts(layer))[0] for layer in range(args.layers)]
+        matrices = sum(flops) // 2 + args.hidden * args.vocab_size
+        own = 4 * matrices // (args.pp * max(args.tp, args.ep))  # if tp or ep divides them all
+        taken["layers hidden ffn vocab_size experts shared_experts"] = own * args.per_node
+    for names, nbytes in taken.items():
+        sizes = f"{nbytes / 2**30:,.0f} GiB or more, of {memory / 2**30:,.0f}"
+        need(nbytes < memory, f"{typed(args, *names.split())}: this takes {sizes} of memory")
+
+
+# ---- samples -------------------------------------------------------------------------------------
 
 
 def sample_size(args, data):
@@ -1675,6 +1815,21 @@ def sample_size(args, data):
     if args.sample is not None:
         return args.sample
     return 200 if data.is_text or args.prompt is not None else 0
+
+
+def prompt_of(args, data):
+    """Return the tokens with which a sample begins: bytes, or with .bin data numbers as in "1,2,3".
+
+    Without --prompt, it is the first token for validation. Raises ValueError if --prompt is wrong.
+    """
+    if args.prompt is None:
+        return data.validation[:1].tolist()
+    is_text = data.is_text
+    tokens = list(os.fsencode(args.prompt)) if is_text else [*map(int, args.prompt.split(","))]
+    for token in tokens:
+        is_inside = 0 <= token < args.vocab_size
+        need(is_inside, f"token {token} is outside --vocab-size {args.vocab_size}")
+    return tokens
 
 
 @torch.no_grad()
@@ -1754,335 +1909,16 @@ def choose_token(logits, temperature, random):
     return (logits + temperature * noise).argmax()
 
 
-def write_sample(trainer, data, log):
-    """Sample, and report the text, which begins with the prompt. Collective."""
-    count = sample_size(trainer.args, data)
-    if count == 0:
-        return
-    prompt = prompt_of(trainer.args, data)
-    tokens = sample(trainer, prompt, count)
-    show = text_of if data.is_text else list
-    log.write({"step": trainer.steps_done, "prompt": show(prompt), "sample": show(tokens)})
-    text = text_of(prompt + tokens) if data.is_text else " ".join(map(str, prompt + tokens))
-    log.say(f"sample after step {trainer.steps_done}:\n{printable(text)}")
-
-
 def text_of(tokens):
-    """Decode bytes. Those that are not UTF-8, and tokens that are not bytes, become U+FFFD."""
-    return bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
-
-
-def printable(text):
-    """Escape what could control a terminal, except the ends of lines."""
-    escape = lambda letter: letter.encode("unicode_escape").decode()
-    is_safe = lambda letter: letter == "\n" or letter.isprintable()
-    return "".join(letter if is_safe(letter) else escape(letter) for letter in text)
-
-
-# ---- data ----------------------------------------------------------------------------------------
-
-
-class Data(NamedTuple):
-    """The tokens of a training part and a validation part, from which batches are cut.
-
-    skipped: the names in a folder that are neither text nor .jsonl files.
-    """
-
-    train: np.ndarray
-    validation: np.ndarray
-    skipped: tuple = ()
-
-    @property
-    def is_text(self):
-        """Whether tokens are the bytes of a text."""
-        return self.train.dtype == np.uint8
-
-    def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
-        """Return inputs and targets, (rows, seq_len), of the batch for this seed, step and size."""
-        tokens = getattr(self, part)
-        random = np.random.default_rng([seed, step])
-        starts = random.integers(0, len(tokens) - seq_len, batch_size)[rows]
-        windows = np.stack([tokens[start : start + seq_len + 1] for start in starts])
-        windows = torch.from_numpy(windows).long()
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-
-def read_data(args):
-    """Return the run's Data and a digest of all its tokens. Collective.
-
-    Raises TrainingError with status 2 if the data cannot be read, differ between ranks, or have a
-    token outside the vocabulary.
-    """
-    source = f"--data {args.data or '(default)'}: "
-    data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
-    check_same_data(data, source)
-    if data.skipped and dist.get_rank() == 0:
-        print(f"{source}skips {shortened(data.skipped)}, not text", flush=True)
-    return data, check_tokens(data, args.vocab_size, source)
-
-
-def load_data(path, seq_len, vocab_size=256):
-    """Load the Data at a path:
-
-        a file or folder of text           a token is a byte
-        a .jsonl file, also in a folder    the text of each line, with a byte 255 between them
-        None                               the sources of Python's standard library, as text
-        a .bin file                        tokens as uint16, or uint32 for a larger vocabulary;
-                                           if it begins with llm.c's header, as this says
-        a folder of train.bin, val.bin     two such files, as nanoGPT prepares them
-
-    In all cases but the last, the last tenth is for validation. Raises OSError or ValueError, also
-    for a file whose content is recognized as something else, such as a .bin file of int32.
-    """
-    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-    pattern = "[!.]*" if path else "*.py"
-    path = Path(path or sysconfig.get_path("stdlib"))
-    skipped = ()
-    if (path / "train.bin").is_file():
-        parts = [read_tokens(path / name, dtype) for name in ("train.bin", "val.bin")]
-    else:
-        if path.is_dir():
-            tokens, skipped = read_folder(path, pattern)
-        else:
-            tokens = read_tokens(path, dtype) if path.suffix == ".bin" else read_text(path)
-        parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
-    sizes = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
-    need(min(map(len, parts)) > seq_len, f"{sizes} are too few for --seq-len {seq_len}")
-    return Data(*parts, skipped)
-
-
-# How files begin that hold neither text nor plain tokens, what they are, and how to convert them
-FORMATS = {
-    b"\x93NUMPY": ("a NumPy array", "np.load(FILE).astype(np.{}).tofile('train.bin')"),
-    b"PK\3\4": ("a zip archive, as of torch.save()", "write tokens with numpy's tofile()"),
-    b"MMIDIDX\0\0": ("Megatron's index", "convert the tokens in its .bin file"),
-    b"\x1f\x8b\x08": ("compressed", "gunzip it"),
-    b"BZh": ("compressed", "bunzip2 it"),
-    b"\xfd7zXZ\0": ("compressed", "unxz it"),
-    b"\x28\xb5\x2f\xfd": ("compressed", "unzstd it"),
-    b"PAR1": ("a Parquet table", "write its texts to a .jsonl file"),
-    b"ARROW1": ("an Arrow table", "write its texts to a .jsonl file"),
-    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
-    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
-}
-FIRST_BYTES = 2**20  # bytes at a file's beginning by which it is recognized
-# llm.c's header has 256 int32: a number that says what type the tokens have, a version, their count
-LLMC = {20240520: np.uint16, 20240801: np.uint32}
-# byte 17 of an .idx file of Megatron
-MEGATRON = {b"\1": "uint8", b"\3": "int16", b"\4": "int32", b"\5": "int64", b"\x08": "uint16"}
-
-
-def first_bytes_of(path):
-    """Return the first bytes of a file. Reading from a pipe might wait for ever."""
-    need(is_regular(path), f"{path.name} is neither a file nor a folder")
-    with path.open("rb") as file:
-        return file.read(FIRST_BYTES)
-
-
-def is_regular(path):
-    """Return whether a path is a file on a disk, and not a pipe, a device or a folder."""
-    return stat.S_ISREG(path.stat().st_mode)
-
-
-def fault_of_text(head):
-    """Return why a file that begins with these bytes is no text, or ""."""
-    for magic, (kind, how) in FORMATS.items():
-        if head.startswith(magic):
-            return f"{kind}, not text: {how.format('uint16')}"
-    if b"\0" in head:
-        return "binary, not text: tokens are read from .bin files"
-    return ""
-
-
-def fault_of_tokens(head, dtype):
-    """Return why a file that begins with these bytes does not hold tokens of this type, or ""."""
-    for magic, (kind, how) in FORMATS.items():
-        if len(magic) > 2 and head.startswith(magic):  # two bytes may be a token
-            return f"{kind}, not tokens: {how.format(dtype.__name__)}"
-    if head and is_utf8(head):
-        return "text, not tokens: its name should not end with .bin"
-    words = np.frombuffer(head[: len(head) // 8 * 8], dtype)
-    used = [bool(words[i :: 8 // words.itemsize].any()) for i in range(8 // words.itemsize)]
-    if used == [True, False, True, False]:
-        return f"of int32, not {dtype.__name__}: {conversion('int32', dtype)}"
-    if used in ([True, False, False, False], [True, True, False, False], [True, False]):
-        return f"of int64, not {dtype.__name__}: {conversion('int64', dtype)}"
-    return ""
-
-
-def is_utf8(head):
-    """Return whether bytes are the beginning of a text in UTF-8."""
-    try:
-        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-
-
-def conversion(kind, dtype):
-    """Return the command that converts a file of tokens to this type."""
-    return f"np.fromfile(FILE, np.{kind}).astype(np.{dtype.__name__}).tofile('train.bin')"
-
-
-def read_tokens(path, dtype):
-    """Return the tokens of a .bin file. They stay on the disk until they are used."""
-    index = path.with_suffix(".idx")
-    if index.is_file():
-        kind = MEGATRON.get(first_bytes_of(index)[17:18], "DTYPE")
-        how = conversion(kind, dtype)
-        raise ValueError(f"{path.name} is Megatron's, as it has an {index.name}: {how}")
-    head = first_bytes_of(path)
-    fault = fault_of_tokens(head, dtype)
-    need(not fault, f"{path.name} is {fault}")
-    header = np.frombuffer(head[:12].ljust(12, b"\0"), np.int32)
-    if int(header[0]) not in LLMC:
-        return np.memmap(path, dtype, "r")
-    tokens = np.memmap(path, LLMC[int(header[0])], "r", offset=1024)
-    counts = f"{len(tokens)} tokens, not {header[2]} as its header says"
-    need(len(tokens) == header[2], f"{path.name} has {counts}")
-    return tokens
-
-
-def read_text(path):
-    """Return the bytes of a text, or of the texts in a .jsonl file."""
-    fault = fault_of_text(first_bytes_of(path))
-    need(not fault, f"{path.name} is {fault}")
-    if path.suffix == ".jsonl":
-        return np.frombuffer(join_texts(path), np.uint8)
-    return np.memmap(path, np.uint8, "r")
-
-
-def read_folder(path, pattern):
-    """Return the bytes of a folder's texts, joined, and the names of what is skipped."""
-    texts = []
-    skipped = []
-    separator = b"\n"
-    for entry in sorted(path.glob(pattern)):
-        if entry.is_dir():
-            skipped.append(f"{entry.name}/")
-        elif not is_regular(entry):
-            skipped.append(entry.name)
-        elif entry.suffix == ".jsonl":
-            texts.append(bytes(read_text(entry)))
-            separator = DOCUMENT_END
-        else:
-            content = entry.read_bytes()
-            if fault_of_text(content[:FIRST_BYTES]) or b"\0" in content:
-                skipped.append(entry.name)
-            else:
-                texts.append(content)
-    ways = "tokens are read from a .bin file, or from train.bin and val.bin in a folder"
-    need(texts or not skipped, f"no text, but {shortened(skipped)}: {ways}")
-    return np.frombuffer(separator.join(texts), np.uint8), tuple(skipped)
-
-
-DOCUMENT_END = b"\xff"  # never occurs in UTF-8
-
-
-def join_texts(path):
-    """Return the "text" of each line of a .jsonl file, joined by DOCUMENT_END."""
-    texts = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.isspace():
-                continue
-            try:
-                texts.append(json.loads(line)["text"].encode())
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                fault = f'{path.name}: line {number} is no JSON object with a "text"'
-                raise ValueError(fault) from None
-    return DOCUMENT_END.join(texts)
-
-
-def shortened(names):
-    """Return the first names of a list, and how many others there are."""
-    others = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {others} more" if others > 0 else "")
-
-
-def check_same_data(data, source):
-    """Raise TrainingError if ranks have read different tokens. Collective.
-
-    If nodes had different standard libraries, a pipeline's last stage would read targets that do
-    not belong to the first stage's inputs. The checksum covers the first 2**25 tokens.
-    """
-    size = len(data.train) + len(data.validation)
-    own = f"{size:,} tokens with checksum {hashlib.sha256(data.train[: 2**25]).hexdigest()[:8]}"
-    first, *others = gather_objects(own)
-    for rank, other in enumerate(others, 1):
-        if other != first:
-            raise TrainingError(f"{source}rank {rank} has {other}, rank 0 has {first}", 2)
-
-
-TOKENS_AT_ONCE = 2**24  # tokens that a rank reads at once
-
-
-def check_tokens(data, vocab_size, source):
-    """Return a digest of all tokens; raise TrainingError if one is outside the vocabulary.
-
-    The ranks divide the tokens, but the digest does not depend on their number. One core hashes
-    about 1.3 GB per second (measured on 0.5 GB in memory), so 20 GB would take it 15 seconds.
-    Collective.
-    """
-    parts = data.train, data.validation
-    chunks = []
-    for part in parts:
-        for first in range(0, len(part), TOKENS_AT_ONCE):
-            chunks.append(part[first : first + TOKENS_AT_ONCE])
-    may_exceed = np.iinfo(chunks[0].dtype).max >= vocab_size
-    largest = 0
-    digests = {}
-    for number in range(dist.get_rank(), len(chunks), dist.get_world_size()):
-        digests[number] = hashlib.sha256(chunks[number]).digest()
-        if may_exceed:
-            largest = max(largest, int(chunks[number].max()))
-    found = gather_objects((largest, digests))
-    largest = max(largest for largest, _ in found)
-    if largest >= vocab_size:
-        token = f"token {largest} (read as {chunks[0].dtype})"
-        raise TrainingError(f"{source}{token} is outside --vocab-size {vocab_size}", 2)
-    digests = ChainMap(*(digests for _, digests in found))
-    return hashlib.sha256(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()
-
-
-def check_memory(args, device):
-    """Raise ValueError if tokens or, on CPUs, weights take more memory than the machine has.
-
-    A GPU says by itself that its memory is full. Linux does not: it kills a process.
-    """
-    tokens = args.batch_size // args.dp * (args.seq_len + 1)
-    size = 24 * tokens + 8 * args.batch_size  # windows, inputs and targets are int64; all starts
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    gib = lambda nbytes: f"{nbytes // 2**30:,} GiB"
-    sizes = f"a rank's tokens take {gib(size)} of {gib(memory)} of memory"
-    need(size < memory, f"{as_typed('batch_size', args.batch_size)}: {sizes}")
-    if device.type == "cpu":
-        names = ["layers", "hidden", "ffn", "vocab_size"]
-        names += ["experts", "shared_experts"] if args.experts else []
-        typed = " ".join(as_typed(name, getattr(args, name)) for name in names)
-        size = 4 * least_weights(args) * args.per_node
-        ranks = f"weights of {args.per_node} ranks take {gib(size)} or more"
-        need(size < memory, f"{typed}: {ranks} of {gib(memory)} of memory")
-
-
-def least_weights(args):
-    """Return the mean number of elements of a rank's matrices, as if tp or ep divided them all."""
-    whole = replace(args, top_k=args.experts)  # a token that used all experts would use all weights
-    total = args.hidden * args.vocab_size
-    for layer in range(args.layers):
-        flops, _ = forward_flops(whole, args.has_experts(layer))
-        total += flops // 2
-    return total // (args.pp * max(args.tp, args.ep))
+    """Decode bytes. What is not UTF-8, no byte, or could control a terminal becomes U+FFFD."""
+    text = bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 # the flags of the model that a resumed run may change
 MAY_CHANGE = "dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"
-# the flags on which the result of a training depends, besides the model and the data
-DETERMINE = (
-    "seed", "batch_size", "steps", "lr", "warmup", "lr_decay", "decay_steps", "min_lr",
-    "weight_decay", "grad_clip", "dtype", "moments", "dropout", "capacity_factor",
-)  # fmt: skip
 
 
 class Boxes(torch.Tensor):
@@ -2139,104 +1975,75 @@ def state_of(trainer, chunk=None):
         placements = [row for row in trainer.placements if row.chunk == chunk]
     optimizer = trainer.optimizer.state
     state = {"model": boxes_of(placements)}
-    for kind in tensor_names(trainer.optimizer):
+    for kind in moments_of(trainer.optimizer):
         moment = lambda weight: optimizer.get(weight, {}).get(kind)
         state[kind] = boxes_of(placements, moment)
     return state
 
 
-def tensor_names(optimizer):
+def moments_of(optimizer):
     """Return the names of the optimizer's state tensors that have their weight's shape."""
     names = set()
     for weight, state in optimizer.state.items():
-        names |= {name for name, value in state.items() if has_shape(value, weight.shape)}
+        names |= {name for name, value in state.items() if is_moment(value, weight)}
     return sorted(names)
 
 
-def has_shape(value, shape):
-    """Return whether a value is a tensor of this shape."""
-    return torch.is_tensor(value) and value.shape == shape
+def is_moment(value, weight):
+    """Return whether a value is a tensor of the weight's shape."""
+    return torch.is_tensor(value) and value.shape == weight.shape
 
 
-def optimizer_state(trainer):
-    """Return what run.json says of the optimizer: its class, the names of its tensors, its numbers.
+def require_savable(trainer, options):
+    """Raise ValueError if the optimizer has state that a checkpoint would lose.
 
-    Raises ValueError if checkpoints cannot hold its state, which must consist of tensors with their
-    weight's shape and of numbers that are the same for all weights, and must be in its .state.
+    It may keep tensors that have their weight's shape, and "step", the number of steps. options:
+    those of its groups before the first step. The learning rate is the trainer's.
     """
     optimizer = trainer.optimizer
-    title = type(optimizer).__name__
-    names = tensor_names(optimizer)
-    need("model" not in names, f"{title}'s state has the name 'model', which is that of weights")
-    elsewhere = ", ".join(kept_elsewhere(trainer))
-    need(not elsewhere, f"{title} keeps {elsewhere} outside of its state, which alone is saved")
-    numbers = {}
+    kept = []  # the names of what would be lost
+    steps = []
     for weight, state in optimizer.state.items():
-        for name in [name for name in state if name not in names and state[name] is not None]:
-            value = state[name]
-            is_number = isinstance(value, (int, float)) or has_shape(value, ())
-            what = list(value.shape) if torch.is_tensor(value) else type(value).__name__
-            fault = f"{title}'s state {name}, {what}, is neither a number nor of its weight's shape"
-            need(is_number, f"{fault} {list(weight.shape)}")
-            numbers.setdefault(name, []).append(value)
-    for name, values in numbers.items():
-        if torch.is_tensor(values[0]):
-            values = torch.stack(values).tolist()  # the host waits for the device once
-        fault = f"{title}'s state {name} differs between weights: {min(values)}, {max(values)}"
-        need(min(values) == max(values), fault)
-        numbers[name] = values[0]
-    return {"class": title, "tensors": names, "numbers": numbers}
-
-
-def kept_elsewhere(trainer):
-    """Return the names of what the optimizer keeps from step to step outside of its .state.
-
-    That is an attribute with tensors of a weight's shape or with another optimizer, or an option of
-    a group that its steps have changed. The learning rate is the trainer's.
-    """
-    optimizer = trainer.optimizer
-    weights = set(trainer.parameters())
-    shapes = {weight.shape for weight in weights}
+        for name, value in state.items():
+            if name == "step":
+                steps.append(torch.as_tensor(value))
+            elif name == "model" or not (value is None or is_moment(value, weight)):
+                kept.append(name)  # weights are saved as "model"
+    if steps and torch.stack(steps).ne(trainer.steps_done).any():  # the host waits once
+        kept.append("step")
+    shapes = {weight.shape for weight in trainer.parameters()}
 
     def is_state(value):
         if isinstance(value, torch.optim.Optimizer):
-            return value.state is not optimizer.state
-        return torch.is_tensor(value) and value.shape in shapes and value not in weights
+            return value is not optimizer
+        return torch.is_tensor(value) and value.shape in shapes
 
-    attributes = vars(optimizer).keys() - {"state", "param_groups"}
-    names = {name for name in attributes if any(map(is_state, tree_leaves(vars(optimizer)[name])))}
-    for group, options in zip(optimizer.param_groups, trainer.optimizer_options):
-        own = group.keys() - {"params", "lr", "shards"}
-        names |= {name for name in own if group[name] is not options.get(name)}
-    return sorted(names)
+    for name in vars(optimizer).keys() - {"state", "param_groups"}:
+        if any(map(is_state, tree_leaves(vars(optimizer)[name]))):
+            kept.append(name)
+    for group, before in zip(optimizer.param_groups, options):
+        names = group.keys() - {"params", "lr", "shards"}
+        kept += [name for name in names if group[name] is not before.get(name)]
+    who = f"{type(optimizer).__name__} keeps {', '.join(sorted(set(kept)))}"
+    need(not kept, f"{who}: checkpoints have only state of the weights' shapes, and the step")
 
 
-def create_optimizer_state(trainer, saved):
-    """Create the state that the optimizer has after a step, and set its numbers as saved.
+def create_moments(trainer):
+    """Create the optimizer's state as after steps_done steps, with moments that are to be loaded.
 
-    saved: optimizer_state() of the run that saved it. A step with gradients of zero creates the
-    state. It may change weights and moments, which are loaded after this. Raises ValueError if the
-    optimizer keeps other state.
+    A step with gradients of zero creates it. It may change weights, which are loaded, too.
     """
     weights = trainer.parameters()
     gradients = [weight.grad for weight in weights]
-    # one tensor for all weights, to save memory
-    zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))
+    zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))  # to save memory
     for weight in weights:
         weight.grad = zeros[: weight.numel()].view_as(weight)
     trainer.optimizer.step()
     for weight, gradient in zip(weights, gradients):
         weight.grad = gradient
-    own = optimizer_state(trainer)
-    kept = lambda state: ", ".join([*state["tensors"], *sorted(state["numbers"])]) or "nothing"
-    others = f"the optimizer {own['class']} keeps {kept(own)}"
-    need(kept(own) == kept(saved), f"{others}, but {saved['class']} has saved {kept(saved)}")
     for state in trainer.optimizer.state.values():
-        for name, number in saved["numbers"].items():
-            if torch.is_tensor(state.get(name)):
-                state[name].fill_(number)
-            elif name in state:
-                state[name] = number
+        if "step" in state:  # a number, or a tensor with one
+            state["step"] = 0 * state["step"] + trainer.steps_done
 
 
 class Saver:
@@ -2254,13 +2061,18 @@ class Saver:
     save fails, it fails on all ranks alike: must_stop() is true from then on, and the next save()
     or wait() raises the error.
 
+    Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. At
+    its end, a save under way is waited for, unless ranks have come apart.
+
     data_digest: that of read_data(). sigterm: whether this rank has received SIGTERM.
     """
 
     def __init__(self, trainer, folder, data_digest=""):
         self.trainer = trainer
         self.folder = Path(folder)
+        self.lock = on_all_ranks(claim, self.folder, prefix=f"--checkpoint {folder}: ")
         self.data_digest = data_digest
+        self.options = [dict(group) for group in trainer.optimizer.param_groups]
         self.sigterm = False
         self.failed = False
         self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
@@ -2268,15 +2080,19 @@ class Saver:
         self.executor = ThreadPoolExecutor(1)  # Python waits for its thread before it exits
         self.pending = None  # the Future of the save under way
 
-    def save(self, suffix=""):
-        """Begin to write a checkpoint. One whose name has a suffix is never resumed nor deleted."""
+    def save(self):
+        """Begin to write a checkpoint."""
         self.wait()
-        run = record_of(self.trainer, self.data_digest)
-        state = copy_to_host(state_of(self.trainer))
+        trainer = self.trainer
+        prefix = f"--checkpoint {self.folder}: "
+        on_all_ranks(require_savable, trainer, self.options, prefix=prefix, status=1)
+        run = flags_of(trainer.args) | {"step": trainer.steps_done}
+        run |= {"optimizer": type(trainer.optimizer).__name__, "data_digest": self.data_digest}
+        state = copy_to_host(state_of(trainer))
         copied = None
-        if self.trainer.device.type == "cuda":
+        if trainer.device.type == "cuda":
             copied = torch.cuda.current_stream().record_event()
-        path = self.folder / f"step_{self.trainer.steps_done:08d}{suffix}"
+        path = self.folder / f"step_{trainer.steps_done:08d}"
         self.pending = self.executor.submit(self.write, state, copied, path, run)
 
     def write(self, state, copied, path, run):
@@ -2302,24 +2118,21 @@ class Saver:
             pending.result()
 
     def __enter__(self):
+        self.handler = signal.signal(signal.SIGTERM, self.note_sigterm)
         return self
 
+    def note_sigterm(self, *_):
+        """Handle SIGTERM: let the next must_stop() be true."""
+        self.sigterm = True
+
     def __exit__(self, kind, *_):
-        if kind is None or issubclass(kind, TrainingError):  # all ranks have come here
-            self.wait()
-        self.executor.shutdown(wait=False)
-
-
-def record_of(trainer, data_digest=""):
-    """Return what run.json says of a run: its flags and what else determined the training.
-
-    data_digest: that of read_data(). Collective. Raises TrainingError if checkpoints cannot hold
-    the optimizer's state.
-    """
-    prefix = f"--checkpoint {trainer.args.checkpoint}: "
-    own = on_all_ranks(optimizer_state, trainer, prefix=prefix, status=1)
-    record = flags_of(trainer.args) | {"data_digest": data_digest}
-    return record | {"optimizer_state": own}
+        try:
+            if kind is None or issubclass(kind, TrainingError):  # all ranks have come here
+                self.wait()
+        finally:  # a process that has lost the others must end when torchrun says so
+            signal.signal(signal.SIGTERM, self.handler)
+            self.lock.close()
+            self.executor.shutdown(wait=False)
 
 
 @torch.no_grad()
@@ -2356,7 +2169,7 @@ class Writer(dcp.FileSystemWriter):
 def write_checkpoint(state, path, run, group):
     """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
 
-    run: record_of() the run that saves it.
+    run: {name: value} of the flags and the data of the run that saves it.
     """
     partial_path = path.with_suffix(".partial")
     options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
@@ -2387,7 +2200,7 @@ def commit(run, partial_path, path, digests):
             file.unlink()
     write_run(partial_path, run | {"sha256": digests})
     os.sync()  # a checkpoint is on the disk before it gets its name
-    partial_path.rename(unused(path))
+    partial_path.rename(path)
     for old in checkpoints_of(path.parent)[: -run["keep"]]:
         old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
     for old in path.parent.glob("step_*.partial"):  # including those of saves that were killed
@@ -2410,24 +2223,13 @@ def checkpoints_of(folder):
     return sorted(folder.glob("step_" + 8 * "[0-9]"))
 
 
-def unused(path):
-    """Return the path, with .2, .3 ... at its end if a file or folder already has its name."""
-    name = path.name
-    number = 1
-    while path.exists():
-        number += 1
-        path = path.with_name(f"{name}.{number}")
-    return path
-
-
 def claim(folder):
     """Create the folder. On rank 0, also lock it for as long as the returned file is open."""
     folder.mkdir(parents=True, exist_ok=True)
-    if dist.get_rank() != 0:
-        return None
-    file = open(folder / "lock", "w")
+    file = open(folder / "lock", "a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if dist.get_rank() == 0:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError("another run is using this folder") from None
     except OSError:
@@ -2436,87 +2238,38 @@ def claim(folder):
 
 
 def resume(trainer, folder, data_digest=""):
-    """Load a checkpoint of the folder, if any, whatever layout it was saved in. Collective.
+    """Load the folder's last checkpoint, if any, whatever layout it was saved in. Collective.
 
-    data_digest: that of read_data(). Training with other data is reported, see differences().
-
-    It is the last one, or that of --resume-step N. The later ones are then renamed to
-    step_X.abandoned, so that the run's next checkpoints take their place. A restart repeats the
-    command, flag included, and must continue from the checkpoints that the run has saved since. So
-    the flag has no effect if the last checkpoint was saved by a run with the same flag.
+    To resume from an earlier one, move the later ones out of the folder. data_digest: that of
+    read_data(). Rank 0 says how the run differs from the one that it continues.
     """
-    own = on_all_ranks(checkpoint_to_resume, folder, trainer.args.resume_step)
-    path, *_ = gather_objects(own)
-    if path is None:
+    names = [path.name for path in checkpoints_of(folder)]
+    name, *_ = gather_objects(max(names, default=None))
+    if name is None:
         return
+    path = folder / name
     run = on_all_ranks(check_checkpoint, path, trainer.args)
-    trainer.steps_done = int(path.name.removeprefix("step_"))
+    trainer.steps_done = run["step"]
     if trainer.steps_done:  # before the first step there are no moments
-        saved = run.setdefault("optimizer_state", older_state(run, trainer.steps_done))
-        on_all_ranks(create_optimizer_state, trainer, saved, prefix=f"--checkpoint {path}: ")
+        create_moments(trainer)
     for chunk in range(len(trainer.chunks)):  # since embedding and head have one name
         load = lambda: dcp.load(state_of(trainer, chunk), checkpoint_id=path)
         on_all_ranks(load, prefix=f"--checkpoint {path}: ")
-    found = differences(trainer, run, data_digest)
     if dist.get_rank() == 0:
         print(f"resumes from {path}", flush=True)
+        found = differences(trainer, run, data_digest) if trainer.steps_done else []
         if found:
             print(f"continues with {', '.join(found)}", flush=True)
-    on_all_ranks(abandon_after, path, prefix=f"--checkpoint {folder}: ")
-
-
-def older_state(run, steps_done):
-    """Return optimizer_state() of a run.json that lacks it. The first ones were all of AdamW."""
-    adam = {"class": "AdamW", "tensors": ["exp_avg", "exp_avg_sq"]}
-    adam["numbers"] = {"step": float(steps_done)}
-    return run.get("optimizer", adam)
-
-
-def checkpoint_to_resume(folder, step):
-    """On rank 0, return the checkpoint to load, or None. step: --resume-step, or None."""
-    if dist.get_rank() != 0:
-        return None
-    paths = checkpoints_of(folder)
-    last = paths[-1] if paths else None
-    if step is None or (last and saved_with(last).get("resume_step") == step):
-        return last
-    chosen = folder / f"step_{step:08d}"
-    steps = [str(int(path.name.removeprefix("step_"))) for path in paths]
-    found = "steps " + ", ".join(steps) if steps else "no checkpoint"
-    need(chosen in paths, f"--resume-step {step}: --checkpoint {folder} has {found}")
-    return chosen
-
-
-def saved_with(path):
-    """Return the flags of the run that saved a checkpoint, or {} if its run.json is damaged."""
-    try:
-        return dict(json.loads((path / "run.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def abandon_after(path):
-    """On rank 0, rename the checkpoints after this one, so that no run resumes from them."""
-    if dist.get_rank() != 0:
-        return
-    for later in checkpoints_of(path.parent):
-        if later > path:
-            target = unused(later.with_suffix(".abandoned"))
-            later.rename(target)
-            print(f"renames {later.name} to {target.name}", flush=True)
 
 
 def check_checkpoint(path, args):
     """Return what run.json says, or raise ValueError if the checkpoint is of another model or has
-    changed since it was saved. A flag of the model that is younger than it has its default.
+    changed since it was saved.
     """
     run = read_run(path)
-    defaults = {flag.name: flag.default for flag in fields(GPTConfig)}
-    saved = SimpleNamespace(**defaults | run)
-    complete_model(saved)
     for name in [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]:
         own = as_typed(name, getattr(args, name))  # "--hidden 128"
-        theirs = as_typed(name, getattr(saved, name))
+        theirs = as_typed(name, run.get(name))
         need(own == theirs, f"{own}, but {path} has {theirs}")
     digests = run["sha256"]
     for file in sorted(path.iterdir()):
@@ -2529,45 +2282,28 @@ def check_checkpoint(path, args):
 
 
 def read_run(path):
-    """Return what a checkpoint's run.json says, {name: value}; raise ValueError if it is damaged.
-
-    Older ones have no checksum.
+    """Return what a checkpoint's run.json says, {name: value}; raise ValueError if it is damaged,
+    or if the folder has been renamed.
     """
     try:
         run = dict(json.loads((path / "run.json").read_bytes()))
-        checksum = run.pop("checksum", None)
-        run["sha256"] = dict(run["sha256"])
+        checksum = run.pop("checksum")
+        name = f"step_{run['step']:08d}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"  # a repr may quote the whole file
         raise ValueError(f"{path}/run.json does not hold the flags of a run: {reason}") from None
-    is_intact = checksum in (None, checksum_of(run))
-    need(is_intact, f"{path}/run.json has changed since it was saved")
+    need(checksum == checksum_of(run), f"{path}/run.json has changed since it was saved")
+    need(name == path.name, f"{path} has been renamed, as its run.json is of step {run['step']}")
     return run
 
 
 def differences(trainer, run, data_digest):
-    """Return phrases that say how this run differs from the one that saved a checkpoint.
-
-    run: what run.json says. What an older checkpoint does not say is not compared.
-    """
-    args = trainer.args
-    found = []
-    if trainer.steps_done == 0:  # nothing has been trained
-        return found
-    if run.get("data_digest", data_digest) != data_digest:
-        source, theirs = (path or "(default)" for path in (args.data, run.get("data")))
-        found.append(f"other data, --data {source} (was {theirs})")
-    optimizer = type(trainer.optimizer).__name__
-    if run["optimizer_state"]["class"] != optimizer:
-        found.append(f"the optimizer {optimizer} (was {run['optimizer_state']['class']})")
-    for name in DETERMINE:
-        own = getattr(args, name)
-        if run.get(name, own) != own:
-            found.append(f"{as_typed(name, own)} (was {run[name]})")
-    rate = learning_rate(trainer.steps_done, args)
-    theirs = learning_rate(trainer.steps_done, SimpleNamespace(**vars(args) | run))
-    if not math.isclose(rate, theirs):
-        found.append(f"a learning rate of {rate:.3g} in the next step (was {theirs:.3g})")
+    """Return phrases that say how this run differs from the one whose run.json says `run`."""
+    now = flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__}
+    names = [name for name in now if name not in OF_A_MACHINE and now[name] != run.get(name)]
+    found = [f"{as_typed(name, now[name])} (was {run.get(name)})" for name in names]
+    if run["data_digest"] != data_digest:
+        found.append(f"other data (was {run['data'] or 'the default'})")
     return found
 
 
@@ -2590,21 +2326,8 @@ def require_equal_gradients(trainer):
             on_all_ranks(check_gradients_over_tp, chunk, group, status=1)
 
 
-def require_equal_copies(trainer, saver):
+def require_equal_copies(trainer):
     """Raise TrainingError if copies have come to differ. Collective.
-
-    With --checkpoint, the state is saved all the same, but under a name that no run resumes from.
-    """
-    fault = check_copies(trainer)
-    if fault and saver is not None:
-        saver.save(".unequal")
-        fault += f"; this state is saved as step_{trainer.steps_done:08d}.unequal"
-    if fault:
-        raise TrainingError(fault)
-
-
-def check_copies(trainer):
-    """Return a sentence about copies that have come to differ, or "", on all ranks. Collective.
 
     Whatever two ranks hold of the same place in the same weight, bias of a router or moment must
     have the same bits: replicas over dp x cp, with ZeRO the copies of its shards, what tp does not
@@ -2615,17 +2338,14 @@ def check_copies(trainer):
     own = fingerprints(trainer)
     fault = ""
     for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
-        copies = {}  # {what: [(rank, fingerprint), ...]}
+        first = {}  # {what: (rank, fingerprint)}
         for rank, theirs in zip(dist.get_process_group_ranks(group), gather_objects(own, group)):
             for what, value in theirs:
-                copies.setdefault(what, []).append((rank, value))
-        for what, held in copies.items():
-            usual, _ = Counter(value for _, value in held).most_common(1)[0]
-            others = [rank for rank, value in held if value != usual]
-            if others and not fault:
-                first = next(rank for rank, value in held if value == usual)
-                fault = f"{what} on rank {others[0]} differs from its copy on rank {first}"
-    return next(filter(None, gather_objects(fault)), "")
+                other, expected = first.setdefault(what, (rank, value))
+                if value != expected:
+                    fault = fault or f"{what} on rank {rank} differs from its copy on rank {other}"
+    for fault in filter(None, gather_objects(fault)):
+        raise TrainingError(fault)
 
 
 @torch.no_grad()
@@ -2661,42 +2381,24 @@ def fingerprint(tensor):
 
 # ---- log -----------------------------------------------------------------------------------------
 
-
-# The peak TFLOP/s of dense products, from data sheets (fp32 is without tensor cores), by the names
-# that torch.cuda.get_device_name() returns. An unknown name has no MFU rather than a wrong one.
-A100 = {"bf16": 312, "tf32": 156, "fp32": 19.5}
-H100_SXM = {"bf16": 989, "tf32": 495, "fp32": 67}
-H100_PCIE = {"bf16": 756, "tf32": 378, "fp32": 51}
-H100_NVL = {"bf16": 835, "tf32": 418, "fp32": 60}
+# The peak TFLOP/s of dense products in bf16, from data sheets, by the names that
+# torch.cuda.get_device_name() returns. Others have an MFU only with --peak-tflops.
 PEAK_TFLOPS = {
-    "NVIDIA A100-SXM4-40GB": A100,
-    "NVIDIA A100-SXM4-80GB": A100,
-    "NVIDIA A100-PCIE-40GB": A100,
-    "NVIDIA A100 80GB PCIe": A100,
-    "NVIDIA A800-SXM4-80GB": A100,
-    "NVIDIA H100 80GB HBM3": H100_SXM,
-    "NVIDIA H100 PCIe": H100_PCIE,
-    "NVIDIA H100 NVL": H100_NVL,
-    "NVIDIA H800": H100_SXM,
-    "NVIDIA H800 PCIe": H100_PCIE,
-    "NVIDIA H200": H100_SXM,
-    "NVIDIA H200 NVL": H100_NVL,
-    "NVIDIA GH200 480GB": H100_SXM,
-    "NVIDIA H20": {"bf16": 148, "tf32": 74, "fp32": 44},
-    "NVIDIA B200": {"bf16": 2250, "tf32": 1125, "fp32": 75},
-    "NVIDIA GB200": {"bf16": 2500, "tf32": 1250, "fp32": 80},
-    "NVIDIA L40S": {"bf16": 362, "tf32": 183, "fp32": 92},
-    "NVIDIA GeForce RTX 4090": {"bf16": 165, "tf32": 83, "fp32": 83},
-    "NVIDIA GeForce RTX 3090": {"bf16": 71, "tf32": 36, "fp32": 36},
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H800": 989,
+    "NVIDIA H200": 989,
+    "NVIDIA B200": 2250,
 }
 
 
-def peak_tflops(args, device):
+def known_peak(args, device):
     """Return the device's peak in TFLOP/s, or None if it is unknown or shared by processes."""
-    if device.type != "cuda" or args.device == "shared":
+    if device.type != "cuda" or args.device == "shared" or args.dtype != "bf16":
         return None
-    peaks = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
-    return peaks and peaks[args.dtype]
+    return PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
 
 
 def peak_memory(device):
@@ -2709,22 +2411,20 @@ def peak_memory(device):
 class Log:
     """Reports progress on rank 0's output and in the --metrics file. Creation is collective.
 
-    On a terminal, every step rewrites one line, and some lines stay. Elsewhere only these are
-    printed. Memory is that of rank 0, tflops and mfu are those of a device, and all other numbers
-    are those of the whole run.
+    Memory is that of rank 0, tflops and mfu are those of a device, and all other numbers are those
+    of the whole run.
     """
 
     def __init__(self, trainer):
         self.trainer = trainer
         self.speaks = dist.get_rank() == 0
-        self.is_terminal = sys.stdout.isatty()
-        self.first_step = trainer.steps_done + 1
         self.began = time.perf_counter()
+        self.first_step = trainer.steps_done + 1
         args = trainer.args
-        self.peak = peak_tflops(args, trainer.device)
+        self.peak = args.peak_tflops or known_peak(args, trainer.device)
         path = args.metrics if self.speaks and args.metrics else os.devnull
         mode = "a" if trainer.steps_done else "w"
-        open_file = partial(open, path, mode, opener=open_without_waiting)
+        open_file = partial(open, path, mode, opener=open_at_once)
         self.file = on_all_ranks(open_file, prefix=f"--metrics {args.metrics}: ")
         self.write({"flags": flags_of(args)})
         for line in describe(trainer):
@@ -2745,17 +2445,13 @@ class Log:
         left = elapsed / (step - self.first_step + 1) * (args.steps - step)
         times = {"tokens_seen": step * tokens, "elapsed_s": elapsed, "left_s": left}
         self.write({"step": step} | metrics | times)
-        line = f"step {step} of {args.steps}"
-        for name, number in metrics.items():
-            digits = ",.0f" if number >= 100 else ".4g"
-            line += f"  {name} {number:{digits}}"
-        line += f"  left {timedelta(seconds=round(left))}"
         every = args.print_every or max(1, round(args.steps / 40))
         if step in (self.first_step, args.steps) or must_print or step % every == 0:
-            self.say(line)
-        elif self.is_terminal:
-            columns = shutil.get_terminal_size().columns
-            self.say(line[: columns - 1], end="")  # the next line replaces this one
+            line = f"step {step} of {args.steps}"
+            for name, number in metrics.items():
+                digits = ",.0f" if number >= 100 else ".4g"
+                line += f"  {name} {number:{digits}}"
+            self.say(f"{line}  left {timedelta(seconds=round(left))}")
 
     def validation(self, loss):
         """Report the loss of a validation."""
@@ -2763,11 +2459,16 @@ class Log:
         self.write({"step": step, "validation_loss": loss})
         self.say(f"validation loss {loss:.4f} after step {step}")
 
-    def say(self, line, end="\n"):
-        """Print a line, on rank 0 only. On a terminal, it replaces a line that has no end."""
+    def sample(self, prompt, tokens, whole):
+        """Report a sample, which is text or a list of tokens, and what it is with its prompt."""
+        step = self.trainer.steps_done
+        self.write({"step": step, "prompt": prompt, "sample": tokens})
+        self.say(f"sample after step {step}:\n{whole}")
+
+    def say(self, text):
+        """Print a text, on rank 0 only."""
         if self.speaks:
-            erase = "\r\033[K" if self.is_terminal else ""
-            print(erase + line, end=end, flush=True)
+            print(text, flush=True)
 
     def write(self, value):
         """Write a line of JSON. If that fails, say so, and write no more."""
@@ -2778,56 +2479,38 @@ class Log:
             self.file = open(os.devnull, "w")
 
 
-def open_without_waiting(path, flags):
-    """Open a file for open(). A pipe that nobody reads, or not fast enough, raises OSError."""
+def open_at_once(path, flags):
+    """Open a file for open(). A pipe that nobody reads raises OSError rather than wait."""
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def describe(trainer):
-    """Return lines that say what the run consists of, much of it derived from the flags."""
+    """Return lines that say how large the model is and how the run is laid out. Collective."""
     args = trainer.args
     own = boxes_of([row for row in trainer.originals() if not row.is_buffer])
     sizes = {name: whole.numel() for name, whole in own.items()}
     parameters = sum(ChainMap(*gather_objects(sizes)).values())  # each name counts once
-    of_ranks = gather_objects(sum(size_of_whole(p) for p in trainer.parameters()))
-    model = f"{parameters:,} parameters in {args.dtype}"
-    if args.dtype == "bf16":
-        model += " (and in fp32, for the optimizer)"
-    model += f"; a rank's layers have {min(of_ranks):,}"
-    if max(of_ranks) > min(of_ranks):
-        model += f" to {max(of_ranks):,}"
-
     device = trainer.device.type
     if device == "cuda":
         device = torch.cuda.get_device_name(trainer.device)
-    axes = "pp", "dp", "cp", "tp"
-    layout = f"{args.world_size} x {device}: "
-    layout += " x ".join(f"{axis} {getattr(args, axis)}" for axis in axes)
-    if args.ep > 1:
-        layout += f", ep {args.ep}"
-    if args.pp > 1:
-        layout += f", schedule {args.schedule}"
-    shards = args.dp * args.cp // args.replicate
-    if args.zero:
-        layout += f", ZeRO-{args.zero} with {args.replicate} x {shards} shards"
-    elif shards > 1:
-        layout += ", DDP"
-    if args.zero and shards == 1:
-        layout += " (undivided: bf16 needs ZeRO's fp32 weights)"
-
-    rows = args.batch_size // (args.dp * args.microbatches)
-    batch = f"{args.batch_size} sequences of {args.seq_len} tokens per step: "
-    batch += f"dp {args.dp} x {args.microbatches} microbatches x {rows} rows, "
-    batch += f"{args.batch_size * args.seq_len:,} tokens; {args.steps:,} steps"
-    return [model, layout, batch]
-
-
-def size_of_whole(parameter):
-    """Return the number of elements of a parameter before ZeRO divided it."""
-    return math.prod(getattr(parameter, "whole_shape", parameter.shape))
+    names = ["pp", "dp", "cp", "tp", "ep", "zero", "replicate", "schedule"]
+    names += ["batch_size", "microbatches", "seq_len", "dtype"]
+    return f"{parameters:,} parameters on {args.world_size} x {device}", typed(args, *names)
 
 
 # ---- flags ---------------------------------------------------------------------------------------
+
+
+def flag(default, help, **details):
+    """Declare a dataclass field that is also a flag of the command line.
+
+    details: choices, or the bounds of a number, which must be in [least, below). By default, least
+        is 1, or 0 for a float, and below is 2**31, or infinity for a float.
+        needs: what the flag has no effect without, an expression as in RULES. If it does not hold,
+            the flag is refused, except with the value `neutral`, which means that it is off.
+        group: the heading in --help for this flag and the next ones (default: the previous one).
+    """
+    return field(default=default, metadata={"help": help} | details)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -2838,6 +2521,50 @@ class Args(GPTConfig):
     per_node: int  # so many consecutive ranks always share a node
     ep_nodes: int  # the number of nodes over which an ep_group is spread
 
+    # the model and its experts
+    layers: int = flag(GPTConfig.layers, "number of transformer layers", below=10**5, group="model")
+    hidden: int = flag(GPTConfig.hidden, "width of the model")
+    heads: int = flag(GPTConfig.heads, "attention heads")
+    seq_len: int = flag(GPTConfig.seq_len, "tokens in a sequence")
+    vocab_size: int = flag(GPTConfig.vocab_size, "tokens in the vocabulary")
+    dropout: float = flag(
+        GPTConfig.dropout, "dropout probability, in attention and residuals", below=1,
+    )  # fmt: skip
+    kv_heads: int | None = flag(GPTConfig.kv_heads, "heads of keys and values (default: --heads)")
+    ffn: int | None = flag(GPTConfig.ffn, "inner width of an MLP or expert (default: 4 x --hidden)")
+    block: str = flag(GPTConfig.block, "GPT-2's or Llama's layers", choices=("gpt2", "llama"))
+    rope_theta: float = flag(
+        GPTConfig.rope_theta, "base of the angles of Llama's rotary positions", least=1,
+        needs="block == 'llama'",
+    )  # fmt: skip
+    head: str | None = flag(
+        GPTConfig.head, "whether the head has the embedding's weight (default: tied, with --block "
+        "llama untied)", choices=("tied", "untied"),
+    )  # fmt: skip
+    experts: int = flag(
+        GPTConfig.experts, "experts in a layer, or 0 for an MLP", least=0, group="experts",
+    )  # fmt: skip
+    top_k: int = flag(GPTConfig.top_k, "experts that a token uses", needs="experts > 0")
+    shared_experts: int = flag(
+        GPTConfig.shared_experts, "experts that every token uses in addition", least=0,
+        needs="experts > 0", neutral=0,
+    )  # fmt: skip
+    capacity_factor: float | None = flag(
+        GPTConfig.capacity_factor, "limit of an expert's load / mean load", least=0.01,
+        needs="experts > 0",
+    )  # fmt: skip
+    balance: str = flag(
+        GPTConfig.balance, "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
+        choices=("aux", "bias", "none"), needs="experts > 0", neutral="none",
+    )  # fmt: skip
+    moe_every: int = flag(
+        GPTConfig.moe_every, "one layer in this many has experts", needs="experts > 0", neutral=1,
+    )  # fmt: skip
+    topk_nodes: int | None = flag(
+        GPTConfig.topk_nodes, "nodes whose experts a token may use (default: all)",
+        needs="experts > 0",
+    )  # fmt: skip
+
     # the degrees of the axes, and how the work is divided
     dp: int | None = flag(None, "replicas (default: as many as there are processes for)",
                           group="layout")  # fmt: skip
@@ -2846,25 +2573,37 @@ class Args(GPTConfig):
     pp: int = flag(1, "ranks of the pipeline")
     zero: int | None = flag(None, "ZeRO stage (default: 1, or 0 if dp x cp = 1)", choices=range(4))
     replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)",
-                                 needs="--zero > 0", neutral=1)  # fmt: skip
+                                 needs="zero > 0", neutral=1)  # fmt: skip
     cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS,
-                          needs="--cp > 1")  # fmt: skip
+                          needs="cp > 1")  # fmt: skip
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES,
-                         needs="--pp > 1", neutral="1f1b")  # fmt: skip
+                         needs="pp > 1", neutral="1f1b")  # fmt: skip
     overlap: bool = flag(False, "compute a forward and a backward in turns, each while the other's "
                          "tokens travel to experts: pays where they cross nodes; needs --ep > 1",
-                         needs=f"--schedule {WITH_PAIRS}")  # fmt: skip
-    chunks: int = flag(2, "pipeline stages on each rank", needs=f"--schedule {WITH_CHUNKS}",
+                         needs=f"schedule in {WITH_PAIRS}")  # fmt: skip
+    chunks: int = flag(2, "pipeline stages on each rank", needs=f"schedule in {WITH_CHUNKS}",
                        neutral=1)  # fmt: skip
     microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)",
                                     below=10**5)  # fmt: skip
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread",
-                   needs="--experts", neutral=1)  # fmt: skip
+                   needs="experts > 0", neutral=1)  # fmt: skip
     expert_parts: int | None = flag(None, "parts of a microbatch, some of which travel beside the "
                                     "experts of others (default: 2 if messages are long, else 1)",
-                                    needs="--ep > 1", neutral=1)  # fmt: skip
+                                    needs="ep > 1", neutral=1)  # fmt: skip
     collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"),
-                            needs="--pp * --dp * --cp * --tp > 1", neutral="ours")  # fmt: skip
+                            needs="pp * dp * cp * tp > 1", neutral="ours")  # fmt: skip
+    sp: bool = flag(
+        GPTConfig.sp, "sequence parallelism: split activations over tp, too", needs="tp > 1",
+        group="layout",
+    )  # fmt: skip
+    recompute: str = flag(
+        GPTConfig.recompute, "recompute attention (selective) or layers (full) in backward",
+        choices=("none", "selective", "full"),
+    )  # fmt: skip
+    recompute_layers: int = flag(
+        GPTConfig.recompute_layers, "layers that --recompute full recomputes as one",
+        needs="recompute == 'full'", neutral=1,
+    )  # fmt: skip
 
     # what an optimizer step does
     batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)",
@@ -2875,9 +2614,9 @@ class Args(GPTConfig):
     lr_decay: str = flag("cosine", "shape of the final decay of the learning rate",
                          choices=("cosine", "linear", "none"))  # fmt: skip
     decay_steps: int | None = flag(None, "last steps, which decay (default: all after the warm-up)",
-                                   needs="--lr-decay cosine or linear")  # fmt: skip
+                                   needs="lr_decay != 'none'")  # fmt: skip
     min_lr: float | None = flag(None, "learning rate after the decay (default: --lr / 10)",
-                                needs="--lr-decay cosine or linear")  # fmt: skip
+                                needs="lr_decay != 'none'")  # fmt: skip
     weight_decay: float = flag(0.1, "weight decay of matrices")
     grad_clip: float = flag(1.0, "largest norm of the gradients, or 0 for no limit")
     seed: int = flag(0, "seed of weights, batches and dropout", least=0, below=2**32)
@@ -2890,21 +2629,20 @@ class Args(GPTConfig):
     data: str | None = flag(None, "text, .jsonl, tokens (.bin), folder (default: Python's sources)")
     checkpoint: str | None = flag(None, "folder to save checkpoints in and to resume from")
     save_every: int | None = flag(None, "steps between checkpoints (default: one at the end)",
-                                  needs="--checkpoint")  # fmt: skip
-    keep: int = flag(2, "checkpoints to keep; older ones are deleted", needs="--checkpoint")
-    resume_step: int | None = flag(
-        None, "resume from this step, and rename later checkpoints to step_X.abandoned. If the"
-        " last checkpoint was saved with the same --resume-step, as before a restart, resume"
-        " from it (default: resume from the last checkpoint)", least=0, needs="--checkpoint",
-    )  # fmt: skip
+                                  needs="checkpoint")  # fmt: skip
+    keep: int = flag(2, "checkpoints to keep; older ones are deleted", needs="checkpoint")
     eval_every: int | None = flag(None, "steps between validations (default: one at the end)")
     sample: int | None = flag(None, "tokens to write with every validation (default: 200, or 0 "
                               "with .bin data and no --prompt)", least=0)  # fmt: skip
     prompt: str | None = flag(None, "start of a sample: text, or with .bin data tokens as 1,2,3 "
-                              "(default: a newline, or with .bin data a token)")  # fmt: skip
-    temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens")
+                              "(default: the first token for validation)",
+                              needs="sample != 0")  # fmt: skip
+    temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens",
+                              needs="sample != 0")  # fmt: skip
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
     metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
+    peak_tflops: float | None = flag(None, "TFLOP/s that a device could reach, of which mfu is the "
+                                     "part used (default: that of some GPUs in bf16)")  # fmt: skip
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
@@ -2937,14 +2675,7 @@ class Parser(argparse.ArgumentParser):
             group.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
 
     def error(self, message):
-        sentence = message.removeprefix("argument ")
-        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        if unknown:
-            name = unknown[1].replace("_", "-")
-            known = [as_typed(flag.name) for flag in FLAGS]
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-            sentence += f" (is it {near[0]}?)" if near else " (--help lists all flags)"
-        raise ValueError(sentence)
+        raise ValueError(message.removeprefix("argument "))
 
 
 MOST = {int: 2**31, float: math.inf}  # what a number must be below, unless its flag says it
@@ -2958,17 +2689,16 @@ def options_of(flag):
     if flag.default is not None and kind is not bool:
         help += f" (default: {flag.default})"
     if "needs" in details:
-        help += f"; needs {details['needs']}"
+        help += f"; needs {as_flags(details['needs'])}"
     if kind is bool:
         return {"help": help, "action": "store_true"}
-    options = {"help": help, "type": kind, "choices": details.get("choices")}
-    if kind is str and "choices" not in details:
-        options["type"] = not_empty
-    if kind is not str and "choices" not in details:
-        least = details.get("least", 1 if kind is int else 0)
-        options["type"] = at_least(least, kind, details.get("below", MOST[kind]))
-        options["metavar"] = "N"
-    return options
+    if "choices" in details:
+        return {"help": help, "type": kind, "choices": details["choices"]}
+    if kind is str:
+        return {"help": help, "type": not_empty}
+    least = details.get("least", 1 if kind is int else 0)
+    number = at_least(least, kind, details.get("below", MOST[kind]))
+    return {"help": help, "type": number, "metavar": "N"}
 
 
 def at_least(least, kind=int, below=math.inf):
@@ -2980,7 +2710,6 @@ def at_least(least, kind=int, below=math.inf):
             raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
         return value
 
-    number.__name__ = kind.__name__  # argparse writes "invalid int value"
     return number
 
 
@@ -2997,6 +2726,11 @@ def as_typed(name, value=True):
     return dashed if value is True else f"{dashed} {value}"
 
 
+def typed(args, *names):
+    """Return some of the flags with their values, as they are written on the command line."""
+    return " ".join(as_typed(name, getattr(args, name)) for name in names)
+
+
 def flags_of(args):
     """Return {name: value} of all flags, without the other fields of Args."""
     return {flag.name: getattr(args, flag.name) for flag in FLAGS}
@@ -3005,22 +2739,21 @@ def flags_of(args):
 def parse(argv, world_size, per_node=None):
     """Return the Args of world_size processes, of which per_node, by default all, share a node.
 
-    per_node: 0 if it is not known yet; then whether --topk-nodes fits is not checked.
     Raises ValueError with one line, which names flags and values, if these do not fit together.
     """
-    typed = vars(Parser().parse_args(argv))
-    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | typed)
+    given = vars(Parser().parse_args(argv))
+    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given)
     args.world_size = world_size
-    args.per_node = world_size if per_node is None else per_node
+    args.per_node = per_node or world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
     dp_cp = args.dp * args.cp
     if args.zero is None:
         args.zero = int(dp_cp > 1)
     if args.dtype == "bf16" and not args.zero:
-        is_clear = typed.get("zero") is None or args.replicate is None
-        need(is_clear, f"--replicate {args.replicate} with --dtype bf16 needs --zero > 0")
+        is_whole = args.replicate in (None, dp_cp)
+        need(is_whole, f"{typed(args, 'dtype', 'replicate')} cuts state, so it needs --zero > 0")
         args.zero = 1  # ZeRO keeps fp32 weights
-        args.replicate = args.replicate or dp_cp  # a copy per rank
+        args.replicate = dp_cp  # a copy per rank
     args.replicate = args.replicate or 1
     complete_model(args)
     # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
@@ -3038,8 +2771,7 @@ def parse(argv, world_size, per_node=None):
         args.decay_steps = max(0, args.steps - args.warmup)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
-    check_needs(args, typed)
-    check(args)
+    check(args, given)
     args = Args(**vars(args))
     schedule_of(args)
     return args
@@ -3052,122 +2784,77 @@ def complete_model(args):
     args.ffn = args.ffn or 4 * args.hidden
 
 
-def check_needs(args, typed):
-    """Raise ValueError if a flag of typed, {name: value}, lacks what it needs to have an effect."""
+# What must hold of the flags, and how an error says it after it has listed their values. A rule may
+# rely on the earlier ones. Besides flags, it may use the other fields of Args.
+RULES = {
+    "pp * dp * cp * tp == world_size": "pp x dp x cp x tp is not {world_size}, the number of ranks",
+    "dp * cp % replicate == 0": "replicate does not divide dp x cp",
+    "dp * cp * tp % ep == 0": "ep does not divide dp x cp x tp",
+    "ep > 1 or not overlap": "no tokens travel to experts of other ranks",
+    "batch_size % (dp * microbatches) == 0": "dp x microbatches does not divide the batch",
+    "min_lr <= lr": "the learning rate would rise at the end",
+    "decay_steps <= max(0, steps - warmup)": "the decay would begin before the warm-up ends",
+    "hidden % heads == 0": "heads do not divide the width",
+    "heads % kv_heads == 0": "heads of keys and values do not divide heads",
+    "block != 'llama' or hidden // heads % 2 == 0": "a head that rotates has an even width",
+    "kv_heads % tp == 0": "tp does not divide heads of keys and values",
+    "tp <= vocab_size": "a rank would have no tokens",
+    "ffn % tp == 0 or experts and moe_every == 1": "tp does not divide the width of the MLP",
+    "chunks <= layers + 2": "there are too few layers",
+    "experts % ep == 0": "ep does not divide the experts",
+    "not experts or top_k <= experts": "a token cannot use an expert twice",
+    "not experts or moe_every <= layers": "no layer would have experts",
+    "not experts or topk_nodes <= ep_nodes": "ep spans only {ep_nodes} nodes",
+    "not experts or top_k <= experts // ep_nodes * topk_nodes": "the nodes have too few experts",
+    "cp == 1 or seq_len % (2 * cp) == 0": "2 x cp does not divide the sequence",
+    "cp == 1 or dropout == 0": "dropout does not work with cp",
+    "not (sp or experts) or seq_len % (cp * tp) == 0": "cp x tp does not divide the sequence",
+    "cp_method != 'ulysses' or heads % (tp * cp) == 0": "tp x cp does not divide the heads",
+    "cp_method != 'ulysses' or cp % (kv_heads // tp) == 0 or kv_heads % (tp * cp) == 0":
+        "tp x cp does not divide the heads of keys and values, and these do not divide it",
+}  # fmt: skip
+# What slows a run down unless it holds. Rank 0 says so at the start.
+SLOW = {
+    "per_node % tp == 0": "each layer waits for sums between nodes of {per_node} ranks",
+    "pp == 1 or microbatches >= 2 * pp": "ranks of the pipeline are idle for much of the time",
+    "ep_nodes == 1 or topk_nodes < ep_nodes or top_k == 1":
+        "a token may use experts on several of the {ep_nodes} nodes of --ep {ep}",
+}  # fmt: skip
+
+
+def check(args, given):
+    """Raise ValueError if flags do not fit together, or if a given flag lacks what it needs.
+
+    args: all fields of Args, set. given: {name: value} of the flags on the command line.
+    """
     for flag in FLAGS:
-        value = typed.get(flag.name)
+        value = given.get(flag.name)
         needs = flag.metadata.get("needs")
         if needs and value not in (None, flag.metadata.get("neutral")):
-            need(is_met(args, needs), f"{as_typed(flag.name, value)} needs {needs}")
-    for name in ("prompt", "temperature"):  # the default of --sample depends on the data
-        typed_flag = as_typed(name, typed.get(name))
-        need(args.sample != 0 or name not in typed, f"{typed_flag} needs --sample > 0")
+            need(holds(needs, args), f"{as_typed(flag.name, value)} needs {as_flags(needs)}")
+    for sentence in broken(RULES, args):
+        raise ValueError(sentence)
 
 
-def is_met(args, needs):
-    """Return whether args has what a flag needs: "--checkpoint", "--cp > 1", "--x y or z"."""
-    flags, _, bound = needs.replace("--", "").partition(" > ")
-    if bound:
-        return value_of(args, flags.replace("-", "_")) > int(bound)
-    name, _, wanted = flags.partition(" ")
-    value = getattr(args, name.replace("-", "_"))
-    if wanted:
-        return str(value) in wanted.split(" or ")
-    return bool(value)
+def broken(rules, args):
+    """Yield a sentence, which begins with flags and their values, for each rule that is broken."""
+    for rule, fault in rules.items():
+        if not holds(rule, args):
+            names = compile(rule, "", "eval").co_names
+            given = typed(args, *[name for name in names if name in flags_of(args)])
+            yield f"{given}: {fault.format_map(vars(args))}"
 
 
-def value_of(args, product):
-    """Return the value of a product of flags, such as "dp * cp"."""
-    return math.prod(getattr(args, name) for name in product.split(" * "))
+def holds(rule, args):
+    """Return whether an expression of flags, such as "cp > 1", is true."""
+    return bool(eval(rule, {"max": max}, vars(args)))
 
 
-def typed_product(args, product):
-    """Return a product of flags, such as "dp * cp", with values: "--dp 4 * --cp 2"."""
-    return " * ".join(as_typed(name, getattr(args, name)) for name in product.split(" * "))
-
-
-def must_divide(args, divisor, number):
-    """Raise ValueError unless a product of flags divides another one."""
-    sentence = f"{typed_product(args, number)} is not divisible by {typed_product(args, divisor)}"
-    need(value_of(args, number) % value_of(args, divisor) == 0, sentence)
-
-
-def check(args):
-    """Raise ValueError if the flags, all of which must be set, do not fit together."""
-    check_grid(args)
-    check_learning_rate(args)
-    check_model(args)
-    check_experts(args)
-    check_sequence(args)
-
-
-def check_grid(args):
-    """Raise ValueError if the grid does not have as many ranks as there are, or cannot be cut."""
-    shown = partial(typed_product, args)
-    size = args.pp * args.dp * args.cp * args.tp
-    sentence = f"{shown('pp * dp * cp * tp')} is not {args.world_size}, the number of ranks"
-    if args.world_size == 1:
-        sentence += f" (torchrun --nproc-per-node {size} starts {size})"
-    need(size == args.world_size, sentence)
-    must_divide(args, "replicate", "dp * cp")
-    must_divide(args, "ep", "dp * cp * tp")
-    must_divide(args, "dp * microbatches", "batch_size")
-    need(args.ep > 1 or not args.overlap, "--overlap needs --ep > 1")
-
-
-def check_learning_rate(args):
-    """Raise ValueError if the learning rate's flags do not fit together, see learning_rate()."""
-    shown = partial(typed_product, args)
-    need(args.min_lr <= args.lr, f"{shown('min_lr')} is more than {shown('lr')}")
-    after_warmup = max(0, args.steps - args.warmup)
-    is_short = args.decay_steps <= after_warmup
-    need(is_short, f"{shown('decay_steps')} is more than {shown('steps')} - {shown('warmup')}")
-
-
-def check_model(args):
-    """Raise ValueError if there is no such model, or if it cannot be cut over tp and pp."""
-    shown = partial(typed_product, args)
-    must_divide(args, "heads", "hidden")
-    must_divide(args, "kv_heads", "heads")
-    if args.block == "llama":
-        is_even = args.hidden // args.heads % 2 == 0
-        width = f"{shown('hidden')} / {shown('heads')}"
-        need(is_even, f"{shown('block')} rotates pairs of elements, but {width} is odd")
-    must_divide(args, "tp", "kv_heads")
-    need(args.tp <= args.vocab_size, f"{shown('tp')} is more than {shown('vocab_size')}")
-    if not args.experts or args.moe_every > 1:  # some layers have an MLP, which tp splits
-        must_divide(args, "tp", "ffn")
-    # a schedule of too many stages would take minutes to make, before schedule_of() refuses it
-    need(args.chunks <= args.layers + 2, f"{shown('layers')} is too few for {shown('chunks')}")
-
-
-def check_experts(args):
-    """Raise ValueError if experts cannot be divided over ep, or used as the flags say."""
-    shown = partial(typed_product, args)
-    if args.experts:
-        must_divide(args, "ep", "experts")
-        need(args.top_k <= args.experts, f"{shown('top_k')} is more than {shown('experts')}")
-        need(args.moe_every <= args.layers, f"{shown('moe_every')} is more than {shown('layers')}")
-    if args.experts and args.per_node:
-        nodes = args.ep_nodes
-        need(args.topk_nodes <= nodes, f"{shown('topk_nodes')} exceeds the nodes of ep, {nodes}")
-        reach = args.experts // nodes * args.topk_nodes
-        need(args.top_k <= reach, f"{shown('topk_nodes')} is {reach} experts, not {shown('top_k')}")
-
-
-def check_sequence(args):
-    """Raise ValueError if the sequence cannot be divided over cp, sp and experts."""
-    shown = partial(typed_product, args)
-    if args.cp > 1:
-        divisible = args.seq_len % (2 * args.cp) == 0
-        need(divisible, f"{shown('seq_len')} is not divisible by 2 * {shown('cp')}")
-        need(args.dropout == 0, f"{shown('dropout')} does not work with {shown('cp')}")
-    if args.sp or args.experts:
-        must_divide(args, "cp * tp", "seq_len")
-    if args.cp_method == "ulysses":
-        must_divide(args, "tp * cp", "heads")
-        if args.cp % (args.kv_heads // args.tp):  # unless ranks of cp share kv heads
-            must_divide(args, "tp * cp", "kv_heads")
+def as_flags(rule):
+    """Return an expression as a text with flags: "--cp > 1"."""
+    names = {flag.name for flag in FLAGS}
+    dashed = lambda word: as_typed(word[0]) if word[0] in names else word[0]
+    return re.sub(r"[a-z_]+", dashed, rule).replace("'", "").replace(" == ", " ")
 
 
 def schedule_of(args):
@@ -3176,45 +2863,17 @@ def schedule_of(args):
     chunks = [args.chunks] if kind.v is None else []
     try:
         schedule = kind(args.pp, args.microbatches, *chunks)
-    except ValueError as error:  # "num_stages=3 ..." becomes "--pp 3 ..."
-        sentence = str(error).replace("num_stages", "--pp")
-        sentence = sentence.replace("num_microbatches", "--microbatches")
-        sentence = re.sub(r"(?<=\w)=", " ", sentence)
-        raise ValueError(f"{as_typed('schedule', args.schedule)}: {sentence}") from None
+    except ValueError as error:
+        raise ValueError(f"{typed(args, 'schedule', 'pp', 'microbatches')}: {error}") from None
     if args.overlap:
         pair_up(schedule)
     stages = len(schedule.routes[0])
     # the first stage may hold just the embedding, and the last one just the head
-    need(args.layers + 2 >= stages, f"--layers {args.layers} is too few for {stages} stages")
+    need(args.layers + 2 >= stages, f"{typed(args, 'layers')} is too few for {stages} stages")
     most = max(map(len, divide_layers(args, schedule.routes)))
-    as_one = as_typed("recompute_layers", args.recompute_layers)
-    need(args.recompute_layers <= most, f"{as_one} is more than a stage has, at most {most}")
+    sentence = f"{typed(args, 'recompute_layers')} is more than a stage has, at most {most}"
+    need(args.recompute_layers <= most, sentence)
     return schedule
-
-
-def warnings_of(args):
-    """Return a sentence for each choice of flags that may make a run slow."""
-    shown = partial(typed_product, args)
-    found = []
-    if args.world_size > args.per_node and args.per_node % args.tp:
-        node = f"a node of {args.per_node} processes"
-        found.append(f"{shown('tp')} leaves {node}: every layer waits for sums between nodes")
-    if args.pp > 1 and args.microbatches < 2 * args.pp:
-        few = f"{shown('microbatches')} is fewer than 2 * {shown('pp')}"
-        idle = f"a rank is idle for {idle_share(args):.0%} of a step"
-        found.append(f"{few}: with {shown('schedule')} {idle}")
-    nodes_of_token = min(args.top_k, args.topk_nodes)
-    if nodes_of_token > 1 and args.topk_nodes == args.ep_nodes:
-        many = f"a token may use experts on {nodes_of_token} of them"
-        found.append(f"{shown('ep')} spans {args.ep_nodes} nodes: without --topk-nodes, {many}")
-    return found
-
-
-def idle_share(args):
-    """Return the part of a step in which a pipeline's rank waits, if all layers cost the same."""
-    backward = 3.0 if args.recompute == "full" else 2.0  # in units of a forward
-    timeline = simulate(schedule_of(args), forward=1.0, backward=backward, weight=1.0)
-    return max(timeline.bubble) / timeline.total
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -3246,11 +2905,27 @@ def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
         fault = str(error) or repr(error)
     except dcp.api.CheckpointException as error:  # all ranks raise it if one has failed
         fault, _ = error.failures.get(dist.get_rank(), ("", None))
-    for rank, line in enumerate(gather_objects(str(fault).strip().split("\n")[0], group)):
+    for rank, line in enumerate(gather_objects(first_line(fault), group)):
         if line:
             who = f"rank {rank}: " if rank else ""
             raise TrainingError(f"{prefix}{who}{line}", status)
     return result
+
+
+def require_same(own, prefix=""):
+    """Raise TrainingError with status 2 unless {name: value} is the same on all ranks. Collective.
+    """
+    first, *others = gather_objects(own)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                typed = f"rank {rank} has {as_typed(name, other[name])}"
+                raise TrainingError(f"{prefix}{typed}, rank 0 has {as_typed(name, value)}", 2)
+
+
+def first_line(error):
+    """Return the first line of an error's text."""
+    return str(error).strip().split("\n")[0]
 
 
 def on_any_rank(condition):
@@ -3267,123 +2942,85 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # with fewer queues, kernels wait for unrelated messages
     "NCCL_MAX_P2P_NCHANNELS": "16",  # half of the usual channels, and so half of NCCL's buffers
 }
+OF_A_MACHINE = {"data", "checkpoint", "metrics"}  # paths, which may differ between machines
 
 
-LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"  # what torchrun sets, and more
+def join(argv):
+    """Connect the processes of torchrun, or one process alone, over gloo. Return their store.
 
-
-def launched():
-    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a launcher such as torchrun.
-
-    Without a launcher they are 0, 1, 0 and 1. Raises ValueError if it has not set what is needed.
+    The group carries objects, flags and barriers, also on GPUs. Those of the mesh may use NCCL. A
+    store holds values by name, which each process can set and get.
     """
+    words = [word for word in argv if word not in ("-h", "--help")]
+    try:  # no group can change its timeout later
+        timeout = timedelta(seconds=vars(Parser().parse_known_args(words)[0])["timeout"])
+    except (ValueError, KeyError):  # agree() refuses wrong flags on all ranks
+        timeout = timedelta(seconds=Args.timeout)
+    store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        missing = [name for name in LAUNCHER if not os.environ.get(name, "").strip()]
-        sentence = f"the environment has no {', '.join(missing)}"
-        need(not missing, f"{sentence}: torchrun sets all of {', '.join(LAUNCHER)}")
-        need(number_in_environment("MASTER_PORT") < 2**16, "MASTER_PORT is not below 65536")
-    rank = number_in_environment("RANK", 0)
-    world_size = number_in_environment("WORLD_SIZE", 1)
-    per_node = number_in_environment("LOCAL_WORLD_SIZE", world_size)
-    need(rank < world_size, f"RANK {rank} is not below WORLD_SIZE {world_size}")
-    need(per_node, "LOCAL_WORLD_SIZE is 0")
-    return rank, world_size, number_in_environment("LOCAL_RANK", 0), per_node
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    # after a restart, torchrun's store still has the keys of the previous attempt
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    schedule_as_batch()
+    options = {"store": store, "rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", timeout=timeout, **options)
+    return store
 
 
-def number_in_environment(name, default=0):
-    """Return an environment variable's number; raise ValueError if it is none."""
-    text = os.environ.get(name, str(default))
-    need(text.strip().isdecimal(), f"{name} is not a number: '{text}'")
-    return int(text)
+def agree(argv):
+    """Return the Args, which are the same on all ranks, and this process's device. Collective.
+
+    Raises TrainingError with status 2 if flags are wrong on any rank, or differ between ranks.
+    """
+    world_size = dist.get_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    # ranks of a node are consecutive, so every run of so many ranks is on one node
+    per_node = math.gcd(*gather_objects(local_size))
+    # --help is printed once
+    with nullcontext() if dist.get_rank() == 0 else redirect_stdout(io.StringIO()):
+        args = on_all_ranks(parse, argv, world_size, per_node)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = on_all_ranks(choose_device, args, local_rank, local_size)
+    own = {k: v for k, v in flags_of(args).items() if k not in OF_A_MACHINE}
+    own["device"] = f"{args.device} ({device.type})"  # a machine may lack GPUs
+    require_same(own)
+    if over_nccl(args, device):
+        schedule_as_batch("SCHED_OTHER")  # messages do not depend on gloo's threads
+    return args, device
 
 
 def choose_device(args, local_rank=0, per_node=1):
-    """Return this process's device and the backend; raise ValueError if a GPU is missing."""
+    """Return this process's device; raise ValueError if a GPU is missing."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "auto" and 0 < gpus < per_node:
         ways = "--device cuda if each process sees a GPU of its own, --device shared if they share"
         raise ValueError(f"--device auto: {gpus} GPUs for {per_node} processes on a node: {ways}")
     if args.device == "cpu" or (args.device == "auto" and not gpus):
         need(args.dtype != "tf32", "--dtype tf32 needs a GPU")
-        return torch.device("cpu"), "gloo"
+        return torch.device("cpu")
     need(gpus, f"--device {args.device}: there is no GPU on this machine")
     device = torch.device("cuda", local_rank % gpus)  # a process may see only its own GPU
     torch.cuda.set_device(device)
-    return device, "gloo" if args.device == "shared" else "nccl"
-
-
-def meet(timeout):
-    """Return (store, rank, world_size) of the processes that torchrun started, or of one process.
-
-    A store holds values by name, which each process can set and get.
-    """
-    store, rank, world_size = dist.HashStore(), 0, 1
-    if "RANK" in os.environ:
-        options = {"timeout": timedelta(seconds=timeout)}
-        store, rank, world_size = next(dist.rendezvous("env://", **options))
-    # after a restart, torchrun's store still has the keys of the previous attempt
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    return store, rank, world_size
-
-
-OF_A_MACHINE = {"data", "checkpoint", "metrics"}  # paths, which may differ between machines
-
-
-def agree(own, store, rank, world_size):
-    """Return (per_node, what is wrong or ""), the same on all ranks. Collective.
-
-    Every choice that leads to messages must be the same on all ranks. So what a rank finds on its
-    machine goes to rank 0, which decides for all. This needs only the store, and no process group.
-
-    own: {"per_node": processes on this node, "backend": name, "flags": {name: value} of those that
-        must be equal, "fault": what is wrong on this rank, or ""}
-    """
-    store.set(f"found on {rank}", json.dumps(own))
-    if rank == 0:
-        names = [f"found on {rank}" for rank in range(world_size)]
-        found = [json.loads(text) for text in store.multi_get(names)]
-        # ranks of a node are consecutive, so every run of so many ranks is on one node
-        per_node = math.gcd(*(each["per_node"] for each in found))
-        store.set("agreed", json.dumps([per_node, fault_of(found)]))
-    return json.loads(store.get("agreed"))
-
-
-def fault_of(found):
-    """Return what is wrong with what all ranks have found, or ""."""
-    first = found[0]
-    for rank, each in enumerate(found):
-        if each["fault"]:
-            return f"rank {rank}: {each['fault']}" if rank else each["fault"]
-    for rank, each in enumerate(found):
-        for name, value in each["flags"].items():
-            expected = first["flags"][name]
-            if value != expected:
-                theirs = f"rank 0 has {as_typed(name, expected)}"
-                return f"rank {rank} has {as_typed(name, value)}, {theirs}"
-        if each["backend"] != first["backend"]:
-            backends = f"rank {rank} would use {each['backend']}, rank 0 {first['backend']}"
-            return f"--device {first['flags']['device']}: {backends}: machines have unlike GPUs"
-    return ""
-
-
-def join(device, backend, timeout, place):
-    """Connect the processes that meet() has found. place: what it returned."""
-    store, rank, world_size = place
-    options = {"timeout": timedelta(seconds=timeout)}
-    if backend == "gloo":
-        schedule_as_batch()
-    else:  # the mesh's groups have only NCCL; the world's gloo carries objects, flags and barriers
-        backend = "cpu:gloo,cuda:nccl"
-        options["device_id"] = device  # NCCL connects now, and reports errors early
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+    return device
 
 
 def is_lost_connection(error):
-    """Return whether an error says that another process has closed its connection or is missing."""
+    """Return whether an error says that another process is missing, silent or has ended."""
     if isinstance(error, (dist.DistStoreError, dist.DistNetworkError)):
         return True
-    told = "lost rank|[Cc]onnection (closed|reset)|Broken pipe|Wait timeout"
+    told = "lost rank|[Cc]onnection (closed|reset)|Broken pipe|Wait timeout|Timed out"
     return bool(re.search(told, str(error)))
+
+
+def is_first_to_tell(store):
+    """Return whether no other rank has told of its end, or of that of another, before.
+
+    If a rank dies, those that wait for it notice first. Others wait for these, until they end.
+    """
+    try:
+        return store.add("lost", 1) == 1
+    except RuntimeError:  # the store's process, which is torchrun's or rank 0's, has died
+        return True
 
 
 def is_out_of_memory(error):
@@ -3392,70 +3029,9 @@ def is_out_of_memory(error):
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
-def silent_ranks(store, rank, world_size, error="", seconds=10):
-    """Tell the others that this rank has lost a connection, and return the ranks that do not.
-
-    If one rank dies, all others lose it or one that has lost it. They say so in the store, so those
-    that have not done so after some seconds have died, or hang. Among them may be ranks that wait
-    for one that still waits here. So if errors name some of the silent ranks, it is only these.
-    """
-    keys = {other: f"lost/{other}" for other in range(world_size)}
-    store.set(keys[rank], str(error))
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end and not store.check([*keys.values()]):
-        time.sleep(0.1)
-    silent = [other for other, key in keys.items() if not store.check([key])]
-    errors = [store.get(key).decode() for other, key in keys.items() if other not in silent]
-    named = set(re.findall(r"lost rank (\d+)", " ".join(errors)))
-    return [other for other in silent if str(other) in named] or silent
-
-
-def connect(argv, say, rank, world_size, local_rank, per_node):
-    """Agree with all ranks on flags, nodes and backends, and connect. Return (args, device, place).
-
-    Raises TrainingError with the exit status if ranks are refused, once its line has been printed.
-    say: see main(). The others are what launched() returns.
-    """
-    own = {"per_node": per_node, "backend": "gloo", "flags": {}, "fault": ""}
-    timeout = 30  # seconds, if flags are wrong
-    try:
-        with nullcontext() if rank == 0 else redirect_stdout(io.StringIO()):  # --help prints once
-            args = parse(argv, world_size, per_node=0)  # nodes may have unlike numbers of ranks
-        timeout = args.timeout
-        device, own["backend"] = choose_device(args, local_rank, per_node)
-        own["flags"] = {k: v for k, v in flags_of(args).items() if k not in OF_A_MACHINE}
-    except ValueError as error:
-        own["fault"] = str(error)
-        say(f"error: {error}")  # at once, as others may not come
-    try:
-        place = meet(timeout)
-        per_node, fault = agree(own, *place)
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        if own["fault"]:
-            raise TrainingError(own["fault"], 2) from None
-        where = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-        reason = str(error).strip().split("\n")[0]
-        say(f"error: rank {rank} has not met all others at {where}: {reason}", everywhere=True)
-        raise TrainingError(reason, 1) from None
-    try:
-        need(not fault, fault)
-        args = parse(argv, world_size, per_node)
-    except ValueError as error:
-        if not own["fault"]:
-            say(f"error: {error}")
-        if "RANK" in os.environ:  # torchrun kills all once one exits, so wait for rank 0's line
-            with suppress(RuntimeError):  # some may not have been started
-                join(None, "gloo", 30, place)
-                barrier()
-        raise TrainingError(str(error), 2) from None
-    try:
-        join(device, own["backend"], timeout, place)
-    except RuntimeError as error:
-        if not is_lost_connection(error):
-            raise
-        report_lost_connection(error, place, say)
-        raise TrainingError("a rank has not joined", 1) from None
-    return args, device, place
+def say(sentence):
+    """Print a line for the user in a single write, so that lines of processes do not mix."""
+    print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
 
 
 def main(argv=None, work=train):
@@ -3465,61 +3041,36 @@ def main(argv=None, work=train):
     """
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-
-    def say(sentence, everywhere=False):
-        if rank == 0 or everywhere:  # in a single write, so that lines of processes do not mix
-            print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
-
-    rank = 0  # as long as it is unknown
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        rank, *others = launched()
-    except ValueError as error:
-        say(f"error: {error}")
-        return 2
+        store = join(argv)
+    except (ValueError, RuntimeError) as error:  # a variable of torchrun or a process is missing
+        say(f"error: rank {os.environ.get('RANK')}: {first_line(error)}")
+        return 2 if isinstance(error, ValueError) else 1
+    rank = dist.get_rank()
     try:
-        args, device, place = connect(sys.argv[1:] if argv is None else argv, say, rank, *others)
-    except TrainingError as error:  # whose line has been printed
-        return error.status
-    torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
-    gc.freeze()  # what was imported is never garbage, so collections need not look at it
-    for sentence in warnings_of(args):
-        say(f"warning: {sentence}")
-    try:
+        args, device = agree(argv)
+        for sentence in broken(SLOW, args):
+            if rank == 0:
+                say(f"warning: {sentence}")
+        torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
+        gc.freeze()  # what was imported is never garbage, so collections need not look at it
         status = work(args, device) or 0
-    except TrainingError as error:
-        say(f"error: {error}")
+    except TrainingError as error:  # which all ranks raise
         status = error.status
+        if rank == 0:
+            say(f"error: {error}")
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            line = str(error).split("\n")[0]
-            say(f"error: rank {rank} has no memory left: {line}", everywhere=True)
-            return 1
-        if not is_lost_connection(error):
+            say(f"error: rank {rank} has no memory left: {first_line(error)}")
+        elif not is_lost_connection(error):
             raise
-        report_lost_connection(error, place, say)
-        return 1
+        elif is_first_to_tell(store):
+            say(f"error: rank {rank}: {first_line(error)}")
+        return 1  # without a farewell, as others may be waiting, or gone
     barrier()  # no rank may close connections that another still uses
     dist.destroy_process_group()
     return status
-
-
-def report_lost_connection(error, place, say):
-    """Print one line about a lost connection, which names the ranks that have died.
-
-    place: what meet() returned. say: a function that prints a sentence, with a flag for all ranks.
-    """
-    store, rank, world_size = place
-    line = str(error).strip().split("\n")[0]
-    try:
-        silent = silent_ranks(store, rank, world_size, line)
-    except RuntimeError:
-        line = f"rank {rank} has lost the store, which is rank 0's or torchrun's: {line}"
-        say(f"error: {line}", everywhere=True)
-        return
-    if silent:
-        line = f"rank {', '.join(map(str, silent))} does not answer: {line}"
-    is_first = rank == min({*range(world_size)}.difference(silent))
-    say(f"error: {line}", everywhere=is_first)
 
 
 if __name__ == "__main__":

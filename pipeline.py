@@ -24,8 +24,8 @@ work, or (p-1)/(m+p-1) of the whole step. 1F1B saves memory: rank r, counted fro
 activations of at most min(m, p - r) microbatches, here 3, 2 and 1. GPipe holds all m = 5; in the
 paper it keeps only the inputs of stages, and computes the rest again in backward. If messages take
 time, but travel while ranks compute, 1F1B is slower than GPipe, since each round of its steady
-phase waits for them. In the plain forms below, ranks wait for every exchange, and 1F1B has fewer.
-Other schedules, below the line "upper floor", also shorten the bubble.
+phase waits for them. In the plain forms below, ranks wait for every exchange, and 1F1B makes fewer.
+Below the line "upper floor" stand other schedules, which also shorten the bubble.
 
 Microbatches do not change the result of layers that treat each sample by itself, such as attention
 and LayerNorm. BatchNorm would use the mean and variance of a microbatch instead of the batch's.
@@ -34,7 +34,7 @@ A rank holds   the parameters of its stages, their gradients and optimizer state
                every microbatch whose forward is done and whose backward is not
 It sends       per microbatch, activations to the next stage and a gradient to the previous one;
                each has b s h elements (microbatch size, sequence length, width)
-Overlap        below that line, messages travel while ranks compute, and a rank begins to receive
+Overlap        on the upper floor, messages travel while ranks compute, and a rank begins to receive
                before it needs the data. In 1F1B, ranks still wait for some messages, because a rank
                often needs what its neighbour has just made
 PyTorch's      torch.distributed.pipelining has GPipe, 1F1B, interleaved 1F1B, ZB-V, DualPipeV and
@@ -134,8 +134,8 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     A rank first goes forward once per later stage: this is its warm-up. It then goes forward once
     more and waits for its first gradient. The last stage has no warm-up and need not wait, because
     its backward begins with its own loss. After a shorter warm-up, too few microbatches would be on
-    their way, and the last stage would wait for inputs. A longer one would hold more activations.
-    If messages take no time, it would not shorten the step, because the last stage is already busy
+    their way, and the last stage would wait for inputs. A longer one would hold more activations,
+    and would not shorten the step if messages take no time, because the last stage is already busy
     from its first forward to its last backward.
 
     From then on a rank goes backward after each forward, which frees the activations of one
@@ -212,7 +212,8 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 # ==== upper floor =================================================================================
 #
 # The two functions above are two schedules. Below, a schedule is data: lists of actions, one list
-# for each rank. schedule_step() runs any schedule, and its exchanges block. The rest adds to it:
+# for each rank. schedule_step() runs any schedule, with exchanges that block. A reader who wants
+# the technique alone may stop after it. The rest adds to it:
 #
 #     schedules              nine of them, and what each costs
 #     simulator              the time of each action, and the order in which messages arrive
@@ -314,6 +315,14 @@ class Schedule(list):
                 self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
 
 
+# ---- any schedule, one exchange at a time --------------------------------------------------------
+#
+# All ranks go through one list of all ranks' actions. A rank performs those that are its own. If
+# one makes what another rank needs, these two ranks exchange it before they go on. So no rank waits
+# forever: of all exchanges that are not done, take the first in the list. Both of its ranks have
+# done whatever the list has before it, so both come to it.
+
+
 def in_order(schedule):
     """Yield (rank, [action]) for all ranks' actions, each after those that make what it needs.
 
@@ -322,44 +331,20 @@ def in_order(schedule):
     repeats one or has them out of order, or if all ranks wait; the error then says at what.
     """
     _check_actions(schedule)
-    remaining = [deque(schedule.singles_and_pairs(rank)) for rank in range(len(schedule))]
+    queues = [deque(schedule.singles_and_pairs(rank)) for rank in range(len(schedule))]
     made = {None}  # needed.get() returns None for an action that needs nothing
-    while any(remaining):
+    while any(queues):
         progress = False
-        for rank, lists in enumerate(remaining):
-            if lists and all(schedule.needed.get((action, rank)) in made for action in lists[0]):
-                together = lists.popleft()
+        for rank, queue in enumerate(queues):
+            if queue and all(schedule.needed.get((action, rank)) in made for action in queue[0]):
+                together = queue.popleft()
                 yield rank, together
                 made.update(schedule.made.get((action, rank)) for action in together)
                 progress = True
         if not progress:
-            stuck = [(rank, lists[0][0]) for rank, lists in enumerate(remaining) if lists]
+            stuck = [(rank, queue[0][0]) for rank, queue in enumerate(queues) if queue]
             where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
             raise ValueError(f"the schedule cannot finish: {where} waiting for missing inputs")
-
-
-def _check_actions(schedule):
-    """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
-    kinds = defaultdict(str)
-    for rank, actions in enumerate(schedule):
-        for kind, microbatch, chunk in actions:
-            kinds[rank, microbatch, chunk] += kind
-    allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
-    for microbatch in range(schedule.num_microbatches):
-        for rank, chunk in schedule.route(microbatch):
-            if (performed := kinds.pop((rank, microbatch, chunk), "")) not in allowed:
-                where = f"rank {rank}, {microbatch=}, {chunk=}"
-                raise ValueError(f"{where}: {performed!r} is none of {allowed}")
-    if kinds:
-        raise ValueError(f"(rank, microbatch, chunk) on no route: {list(kinds)}")
-
-
-# ---- any schedule, one exchange at a time --------------------------------------------------------
-#
-# All ranks go through one list of all ranks' actions. A rank performs those that are its own. If
-# one makes what another rank needs, these two ranks exchange it before they go on. So no rank waits
-# forever: of all exchanges that are not done, take the first in the list. Both of its ranks have
-# done whatever the list has before it, so both come to it.
 
 
 def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
@@ -380,19 +365,19 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
     losses = []
 
     def perform(action, received):
+        if action.kind == "F":
+            x = inputs[action.microbatch] if received is None else received.requires_grad_()
+            output = stages[action.chunk](x)
+            if (rank, action.chunk) == schedule.route(action.microbatch)[-1]:
+                output = loss_fn(output, targets[action.microbatch])
+                losses.append(output.detach())
+            passes[action.key] = x, output
+            return output.detach().contiguous()  # as messages must be
         if action.kind == "W":
             return None
-        if action.kind != "F":
-            x, output = passes.pop(action.key)
-            output.backward(received)  # None where a route ends: there, output is the loss
-            return x.grad
-        x = inputs[action.microbatch] if received is None else received.requires_grad_()
-        output = stages[action.chunk](x)
-        if (rank, action.chunk) == schedule.route(action.microbatch)[-1]:
-            output = loss_fn(output, targets[action.microbatch])
-            losses.append(output.detach())
-        passes[action.key] = x, output
-        return output.detach().contiguous()  # as messages must be
+        x, output = passes.pop(action.key)
+        output.backward(received)  # None where a route ends, since there the output is the loss
+        return x.grad
 
     actions = [(actor, action) for actor, together in in_order(schedule) for action in together]
     for actor, action in actions:
@@ -410,6 +395,22 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
             arrived[made] = like.new_empty(like.shape)
             exchange([], [(arrived[made], made.source)], group)
     return losses
+
+
+def _check_actions(schedule):
+    """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
+    kinds = defaultdict(str)
+    for rank, actions in enumerate(schedule):
+        for kind, microbatch, chunk in actions:
+            kinds[rank, microbatch, chunk] += kind
+    allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
+    for microbatch in range(schedule.num_microbatches):
+        for rank, chunk in schedule.route(microbatch):
+            if (performed := kinds.pop((rank, microbatch, chunk), "")) not in allowed:
+                where = f"rank {rank}, {microbatch=}, {chunk=}"
+                raise ValueError(f"{where}: {performed!r} is none of {allowed}")
+    if kinds:
+        raise ValueError(f"(rank, microbatch, chunk) on no route: {list(kinds)}")
 
 
 # ---- schedules -----------------------------------------------------------------------------------
@@ -547,18 +548,6 @@ def _down_and_up(p):
     return [(r, 0) for r in range(p)] + [(r, 1) for r in reversed(range(p))]
 
 
-def forward_only(num_stages, num_microbatches, route=None):
-    """Evaluation: only the forwards, along one route. No graph is kept."""
-    route = route or [(rank, 0) for rank in range(num_stages)]
-    # microbatch i is at route[index] at time i + index
-    turns = [(i + index, index, i) for i in range(num_microbatches) for index in range(len(route))]
-    rows = [[] for _ in range(num_stages)]
-    for _, index, microbatch in sorted(turns):
-        rank, chunk = route[index]
-        rows[rank].append(Action("F", microbatch, chunk))
-    return Schedule(rows, [route])
-
-
 def dualpipe(num_stages, num_microbatches):
     """Two replicas, two directions: half of the microbatches enter at rank 0, half at rank p - 1.
 
@@ -570,7 +559,7 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    If F = I = W, the bubble is half of what the table says. In the paper, an F and the B after it
+    If F = I = W, the bubble is half of what claim() returns. In the paper, an F and the B after it
     overlap and take less than F+B: see pair_up(). Raises ValueError if p or m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
@@ -592,8 +581,8 @@ def dualpipe_v(num_stages, num_microbatches):
         rank 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 b2 f3 B1 b3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 b2 B2 i3 I3 w3 W3
 
-    Nothing is stored twice, and p may be odd. If F = I = W, the bubble is half of what the table
-    says. Raises ValueError if m < 2p.
+    Nothing is stored twice, and p may be odd. If F = I = W, the bubble is half of what claim()
+    returns. Raises ValueError if m < 2p.
     """
     p, m = num_stages, num_microbatches
     if m < 2 * p:
@@ -625,7 +614,20 @@ def _dualpipe_letters(rank, p, per_end):
         + "".join(weight + "I" for weight in deferred[:inner])  # 7, wIWI: W, and a gradient arrives
         + deferred[inner:]  # 8, WW: the Ws that are left
     )
-    return letters if rank < p // 2 else letters.swapcase()  # the nearer end's are of chunk 1 here
+    # On ranks of the second half, microbatches from the nearer end use chunk 1.
+    return letters if rank < p // 2 else letters.swapcase()
+
+
+def forward_only(num_stages, num_microbatches, route=None):
+    """Evaluation: only the forwards, along one route. No graph is kept."""
+    route = route or [(rank, 0) for rank in range(num_stages)]
+    # microbatch i is at route[index] at time i + index
+    turns = [(i + index, index, i) for i in range(num_microbatches) for index in range(len(route))]
+    rows = [[] for _ in range(num_stages)]
+    for _, index, microbatch in sorted(turns):
+        rank, chunk = route[index]
+        rows[rank].append(Action("F", microbatch, chunk))
+    return Schedule(rows, [route])
 
 
 # ---- what the schedules cost ---------------------------------------------------------------------
@@ -681,11 +683,10 @@ def claim(
 
     num_chunks: what the caller of interleaved() chooses. rank: the peak is largest on rank 0.
     forward, backward, weight: a microbatch's times in all layers of a rank (dualpipe: in one
-        chunk); weight is the part of backward that is W.
+        chunk); weight is the part of backward that is W. The comments say for which times the
+        bubble holds.
 
-    The bubble holds for all times in the first four rows, if W <= F and W <= I in the next two, if
-    W <= F <= I in zb-v, and if F <= B and W <= I in the last two. In zb-h2, zb-v and the two
-    dualpipes it is this at most. The peak of zb-v is this at most if m < 2p.
+    The peak of zb-v is this at most if m < 2p.
     """
     p = num_stages
     m = num_microbatches
@@ -696,13 +697,17 @@ def claim(
     I = B - W
     begun = min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)  # in chunks, each 1/v of the layers
     claims = {
+        # for any times
         "naive": Claim((p - 1) * m * (F + B), 1, True),
         "gpipe": Claim((p - 1) * (F + B), m, True),
         "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
         "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
+        # if W <= F and W <= I; for zb-h2, the bubble is this at most
         "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
         "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
+        # this at most, if W <= F <= I
         "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
+        # this at most, if F <= B and W <= I
         "dualpipe": Claim(
             (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
         ),
@@ -879,8 +884,8 @@ class WeightGradStore:
 
     accumulates: true in B, I and W. A layer of tensor_parallel.py then saves a pass over a weight's
         gradient: it adds its product to .grad, or writes it where weight.lend_gradient() says (see
-        zero.FlatParameter), instead of returning it to be added. The weight's hooks run all the
-        same, except that a hook on a node of the graph sees a lent sum so far. No hook may call
+        zero.FlatParameter), instead of returning it to be added. Hooks that wait for the gradient
+        run in any case. A hook on a node of the graph sees a lent sum so far, and no hook may call
         torch.autograd.grad().
     """
 
@@ -952,10 +957,10 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 class _Deferred(torch.autograd.Function):
-    """Take a parameter. Backward computes a product, which is the parameter's gradient.
+    """In backward, compute a deferred product and return it as the parameter's gradient.
 
-    Autograd accumulates it, so that the parameter's hooks run as in any backward. The result of
-    forward serves only as a place where backward() begins.
+    So autograd adds it to .grad and runs the parameter's hooks, as in any backward. The result of
+    forward has no meaning: it is what backward() begins with.
     """
 
     @staticmethod
@@ -971,9 +976,9 @@ class _Deferred(torch.autograd.Function):
 
 def _add_products(products):
     """Compute the products in one backward, so that a parameter's hooks run once."""
-    # Autograd begins with the last node that was made, so products run in the order of put().
+    # Autograd begins with the node that was made last, so products run in the order of put().
     roots = [_Deferred.apply(*item) for item in reversed(products)]
-    products.clear()  # so that a product's activations are freed once it is computed
+    products.clear()  # only a product's node still holds its activations, and frees them after it
     torch.autograd.backward(roots)
 
 
@@ -1152,7 +1157,7 @@ class Pipeline:
         products = self.deferred.pop(action.key)
         stage = self.stages[action.chunk]
         if reduces and hasattr(stage, "start_grad_sync"):
-            # during this W, only the parameters of these products still get gradients
+            # all gradients but those of these products are complete, so their reduction begins
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
         with _syncing(stage, reduces), self.defer.during():
             _add_products(products)
@@ -1218,14 +1223,13 @@ def _check_batches(pipeline, inputs, targets):
 def pair_up(schedule):
     """Make a pair of each F and the B of another chunk that follows it; return the schedule.
 
-    This is what DualPipe is for: the two passes of a pair take turns (see Turns), so that one
-    computes while the other's tokens travel to experts and back. A pair begins when the inputs of
-    both have arrived, and sends both results at its end. dualpipe() and dualpipe_v() can finish
-    with pairs. Their bubbles are then at most what the table says if F <= I, and otherwise up to
-    (p/2-1)(F-I) more, for dualpipe_v (p-1)(F-I)/2. A pair pays only if its passes take less time in
-    turns than one after the other, as they do if messages take long. The F and B of 1F1B are of
-    one chunk, on the last rank even of one microbatch. To pair them, 1F1B would need a warm-up of
-    2(p-r)-1 forwards in place of p-r-1, and hold twice the activations.
+    A pair begins when the inputs of both passes have arrived, and sends both results at its end.
+    dualpipe() and dualpipe_v() still finish with pairs, which are what DualPipe is for. Their
+    bubbles are then at most what claim() returns if F <= I, and otherwise longer by up to
+    (p/2-1)(F-I), for dualpipe_v (p-1)(F-I)/2. A pair pays only if its passes take less time in
+    turns than one after the other, as they do if messages take long. 1F1B gets no pairs, because
+    its F and the next B are of one chunk, on the last rank even of one microbatch. For pairs, it
+    would need a warm-up of 2(p-r)-1 forwards in place of p-r-1, and hold twice the activations.
     """
     for rank, actions in enumerate(schedule):
         for action, following in zip(actions, actions[1:]):

@@ -12,14 +12,14 @@ F.linear() takes a matrix transposed. So columns of A are rows (dim 0) of its we
 of B are columns (dim 1) of B^T. With P = 2, A = [A_0 A_1], side by side, and B = [B_0; B_1], one
 above the other:
 
-    X  --f-->  X  --A_r-->  H_r  --GeLU-->  Y_r  --B_r-->  Z_r  --g-->  Z = Z_0 + Z_1
+    X  --f-->  X  --A_r-->  U_r  --GeLU-->  Y_r  --B_r-->  Z_r  --g-->  Z = Z_0 + Z_1
                column-parallel                row-parallel
 
     f = copy_to_group()       forward: identity     backward: all-reduce   dX has a term per rank
     g = reduce_from_group()   forward: all-reduce   backward: identity     Z has a term per rank
 
 An all-reduce gives every rank the sum of all ranks' tensors. dX, the gradient of the loss with
-respect to X, is the sum over r of dH_r A_r^T. Rank r computes one term, and in backward f adds
+respect to X, is the sum over r of dU_r A_r^T. Rank r computes one term, and in backward f adds
 them. Later layers also begin with an f and end with a g, and outside of these all ranks compute the
 same. Each calls backward() on its own copy of the loss, and in backward each f makes the gradient
 whole again. So dZ reaches g whole and equal on all ranks. A sum there would count it P times.
@@ -31,17 +31,17 @@ Dropout outside of f and g must draw the same random numbers on all ranks.
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence. Then f is an
 all-gather, whose backward is a reduce-scatter, and g is the reverse, and the gradients of norms and
-other copies must be summed once per step. AlexNet (2012), further down, splits the filters of
+other copies must be summed once per step. AlexNet (2012), in the appendix, splits the filters of
 convolutions over two ranks, and they communicate at some layers only.
 
 A rank holds   1/P of each split matrix, its gradient, its optimizer states, the activations between
-               f and g (H, Y, q, k, v) and the logits; all of each other parameter (norms,
+               f and g (U, Y, q, k, v) and the logits; all of each other parameter (norms,
                row-parallel biases, embedding of positions), and of X and Z unless these are split
-It sends       8 b s h (P-1)/P elements per transformer layer in forward and backward, in 4
-               all-reduces (2 of f, 2 of g), for b sequences of s tokens of width h (B, T and D in
-               shapes). The embedding and the product that gives the logits add an all-reduce each,
-               and the loss reduces 3 b s numbers. Sequence parallelism raises the 8 to 10, as
-               backward gathers X again, and adds an all-reduce per step for the gradients of copies
+It sends       8 B T D (P-1)/P elements per transformer layer in forward and backward, in 4
+               all-reduces (2 of f, 2 of g), for B sequences of T tokens of width D. The embedding
+               and the product that gives the logits add an all-reduce each, and the loss reduces
+               3 B T numbers. Sequence parallelism raises the 8 to 10, as backward gathers X again,
+               and adds an all-reduce per step for the gradients of copies
 Overlap        on the upper floor, backward computes dW while dX is summed. With sequence
                parallelism a large forward product, or dX of a row-parallel layer, runs chunk by
                chunk while other chunks travel
@@ -60,7 +60,6 @@ import copy
 import math
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -115,8 +114,8 @@ def split_mlp(x, up, down, group=None):
 
     GeLU is that of GPT-2, approximated by tanh. For B sequences of T tokens:
 
-        up = whole_up.chunk(P, 0)[rank].clone()  # (H, D) -> (H/P, D)
-        down = whole_down.chunk(P, 1)[rank].clone()  # (D, H) -> (D, H/P)
+        up = whole_up.chunk(P, 0)[rank].clone()  # (F, D) -> (F/P, D), for an MLP of width F
+        down = whole_down.chunk(P, 1)[rank].clone()  # (D, F) -> (D, F/P)
         z = split_mlp(x, up, down)  # (B, T, D) -> (B, T, D)
     """
     y = F.gelu(column_linear(x, up, group=group), approximate="tanh")
@@ -187,290 +186,14 @@ def split_cross_entropy(logits, target, group=None):
 # ==== upper floor =================================================================================
 #
 # These functions are tensor parallelism: a column split, then a row split, with one sum forward and
-# one backward, and a vocabulary of which each rank has a part. What follows computes the same with
-# messages that travel beside products, and in modules that hold a rank's part of each parameter.
-# AlexNet's split of 2012 stands near the end.
-
-# ---- overlapping products with messages ----------------------------------------------------------
+# one backward, and a vocabulary of which each rank has a part. What follows puts them into modules,
+# which hold this rank's part of each parameter and know where it lies in the whole.
 #
-# With sequence parallelism, X and Z are cut along the sequence, one chunk for each rank (see
-# sequence_parallel.py). A product then either needs every rank's chunk of X, or is summed over the
-# ranks into chunks of Z. While one large chunk is computed, another travels directly between its
-# owner and this rank. On the left all messages are posted first, and (x3) is the chunk that the
-# next step waits for. On the right each is posted as soon as its summand is computed. The tables
-# show the order of use for P = 4.
-#
-#             gather_and_multiply(): rank r multiplies      multiply_and_scatter(): rank r computes
-#             chunk r - s, while (r - s - 1) may arrive     chunk r + s + 1 and sends it (->)
-#
-#             rank 0    rank 1    rank 2    rank 3          rank 0    rank 1    rank 2    rank 3
-#     s = 0   x0 (x3)   x1 (x0)   x2 (x1)   x3 (x2)         y1 -> 1   y2 -> 2   y3 -> 3   y0 -> 0
-#     s = 1   x3 (x2)   x0 (x3)   x1 (x0)   x2 (x1)         y2 -> 2   y3 -> 3   y0 -> 0   y1 -> 1
-#     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
-#     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
-#
-# On the right, one operation adds the four summands of a chunk. In 16 bits each summand is
-# rounded, and their sum only once.
-# Either way a rank sends (P-1)/P of the whole, as in an all-gather or a reduce-scatter.
+# The modules serve sequence parallelism, too. Then every rank has all sequences, but outside of f
+# and g only the r-th of P chunks of their tokens, and f gathers the chunks (see the top). Sequences
+# lie along dim 0, (T, B, D), so that a chunk is contiguous, and is sent and received as it is.
 
-# Smaller chunks cost more than overlap saves: measured over gloo, and on the model of gpu_time.py.
-CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}
-
-
-def gather_and_multiply(x, weight, bias=None, group=None):
-    """Gather every rank's x into X. Return X and F.linear(X, weight, bias)."""
-    rank, P = rank_and_size(group)
-    weight = autocasted(weight)
-    whole = x.new_empty(P, *x.shape)
-    whole[rank] = x
-    y = x.new_empty(P, *x.shape[:-1], len(weight))
-    works = {}
-    for step in range(1, P):
-        target = (rank + step) % P
-        source = (rank - step) % P
-        works[source] = exchange(
-            [(whole[rank], target)], [(whole[source], source)], group, async_op=True
-        )
-    _linear_into(y[rank], x, weight, bias)
-    for source, work in works.items():
-        work.wait()
-        _linear_into(y[source], whole[source], weight, bias)
-    return whole.flatten(0, 1), y.flatten(0, 1)
-
-
-def multiply_and_scatter(x, weight, group=None):
-    """Return this rank's chunk of the sum of F.linear(x, weight) over the ranks."""
-    rank, P = rank_and_size(group)
-    weight = autocasted(weight)
-    inputs = x.chunk(P)
-    parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # summands of this rank's chunk
-    works = []
-    for step in range(1, P):
-        target = (rank + step) % P
-        source = (rank - step) % P
-        part = torch.empty_like(parts[source])
-        _linear_into(part, inputs[target], weight)
-        works.append(exchange([(part, target)], [(parts[source], source)], group, async_op=True))
-    _linear_into(parts[rank], inputs[rank], weight)
-    for work in works:
-        work.wait()
-    return parts.sum(0)
-
-
-def _linear_into(output, x, weight, bias=None):
-    """Write F.linear(x, weight, bias) into `output`. The weight has the dtype of x."""
-    operands = x.flatten(0, -2), weight.t()
-    if bias is None:
-        torch.mm(*operands, out=output.flatten(0, -2))
-    else:
-        torch.addmm(autocasted(bias), *operands, out=output.flatten(0, -2))
-
-
-# ---- linear functions ----------------------------------------------------------------------------
-#
-# The backward of column_linear() computes dW before it sums dx. _ColumnLinear computes dW while dx
-# is summed. With sequence parallelism (`split`) it saves only a chunk of X, and backward gathers X
-# again. `store` is a pipeline's WeightGradStore: while it is open, it takes dW as a function, which
-# the pipeline calls later.
-
-
-def begin_gather(x, split, group=None, async_op=False):
-    """Gather x along dim 0 if `split`. Return a function that waits for and returns the result."""
-    if not split:
-        return lambda: x
-    whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
-    work = all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
-    return partial(_when_done, work, whole)
-
-
-def begin_sum(y, split, group=None, async_op=False):
-    """All-reduce y or, if `split`, reduce-scatter it. Return a function as begin_gather() does."""
-    if not split:
-        return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
-    chunk = y.new_empty(len(y) // dist.get_world_size(group), *y.shape[1:])
-    work = reduce_scatter_single(chunk, y, group=group, async_op=async_op)
-    return partial(_when_done, work, chunk)
-
-
-def _when_done(work, result):
-    if work is not None:
-        work.wait()
-    return result
-
-
-class _ColumnLinear(torch.autograd.Function):
-    """Compute y = x W^T + b, where x is gathered first if `split`.
-
-    backward    dx = dy @ W, while x is gathered; dW = dy^T @ x, while dx is summed
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, group, split, store):
-        # Backward needs the parameter itself, but checkpoint() detaches what is saved.
-        ctx.arguments = weight, group, split, store
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        by_chunks = split and dist.get_world_size(group) > 1
-        if by_chunks and x.nbytes >= CHUNK_BYTES[x.device.type]:
-            return gather_and_multiply(x, weight, bias, group)[1]
-        return F.linear(begin_gather(x, split, group)(), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        parameter, group, split, store = ctx.arguments
-        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        is_deferred = store.open and is_plain_leaf(parameter)
-        dx = dweight = dbias = None
-        if is_deferred:  # x is gathered when the pipeline asks for dW
-            get_x = lambda: begin_gather(x, split, group)()
-        elif wants_weight:
-            get_x = begin_gather(x, split, group, async_op=True)
-        if wants_x:
-            wait_for_dx = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
-        if wants_weight:
-            dweight = weight_gradient(parameter, dy, get_x, store)
-        if wants_bias:
-            dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
-        if wants_x:
-            dx = wait_for_dx()
-        return dx, dweight, dbias, None, None, None
-
-
-class _RowLinear(torch.autograd.Function):
-    """Compute y = the sum of x W^T over the ranks, or, if `split`, this rank's chunk of it.
-
-    backward    gather dy if `split`; dx = dy @ W; dW = dy^T @ x
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, group, split, store):
-        P = dist.get_world_size(group)
-        if split and len(x) % P:
-            raise ValueError(f"T={len(x)} is not divisible by tp={P}")
-        chunk_bytes = x.nbytes // x.shape[-1] // P * len(weight)  # of Z
-        by_chunks = split and P > 1 and chunk_bytes >= CHUNK_BYTES[x.device.type]
-        ctx.arguments = weight, group, split, store, by_chunks
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        if by_chunks:
-            return multiply_and_scatter(x, weight, group)
-        return begin_sum(F.linear(x, weight), split, group)()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        parameter, group, split, store, by_chunks = ctx.arguments
-        wants_x, wants_weight, *_ = ctx.needs_input_grad
-        dx = dweight = None
-        if wants_x and by_chunks:
-            dy, dx = gather_and_multiply(dy, weight.to(dy.dtype).t(), None, group)
-        else:
-            dy = begin_gather(dy, split, group)()
-            if wants_x:
-                dx = dy @ weight.to(dy.dtype)
-        if wants_weight:
-            dweight = weight_gradient(parameter, dy, lambda: x, store)
-        return dx, dweight, None, None, None
-
-
-def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
-    """Do what column_linear() does, with the overlap of this section. weight: (out/P, in).
-
-    sequence_parallel: whether x is this rank's chunk of X, along dim 0.
-    defer: a pipeline's WeightGradStore, if any: see "where a weight's gradient goes".
-    Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
-    """
-    x = autocasted(x)  # cast before x is saved and sent
-    if defer is not None:
-        _accept_lent(weight)
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer or NO_STORE)
-
-
-def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=None):
-    """Do what row_linear() does without a bias, with the overlap. weight: (out, in/P).
-
-    sequence_parallel: whether to return this rank's chunk of Z, along dim 0. ValueError is raised
-        if P does not divide this dim.
-    defer: as in column_parallel_linear().
-    Types of x and weight: V, V -> I; with sequence_parallel V, V -> V.
-    """
-    x = autocasted(x)
-    if defer is not None:
-        _accept_lent(weight)
-    return _RowLinear.apply(x, weight, group, sequence_parallel, defer or NO_STORE)
-
-
-# ---- where a weight's gradient goes --------------------------------------------------------------
-#
-# By default, backward returns dW to autograd. A pipeline's WeightGradStore (pipeline.py) asks for
-# two other things. While it is `open`, it takes a function that computes dW later. While it
-# `accumulates`, dW is written into memory that the weight lends, or added to .grad, which saves a
-# buffer and passes over it. Neither applies to a weight whose gradient a hook or a graph needs.
-
-
-def weight_gradient(weight, dy, get_x, store):
-    """Return what backward returns for the weight: dW = dy^T @ x, or None if it goes elsewhere."""
-    product = lambda: _product(weight, dy, get_x(), store)
-    if store.open and is_plain_leaf(weight):
-        store.put(weight, product)
-        return None
-    return product()
-
-
-def _product(weight, dy, x, store):
-    """Compute dW. Return it, or the memory that the weight lends, or None if .grad has got it.
-
-    lend_gradient() returns (memory, whether it holds a sum so far), and dW is then added to that
-    sum. See zero.FlatParameter.
-    """
-    a = dy.reshape(-1, dy.shape[-1]).t()
-    b = x.reshape(-1, x.shape[-1])
-    if not (store.accumulates and is_plain_leaf(weight)):
-        return a @ b
-    lend = getattr(weight, "lend_gradient", None)
-    place = lend() if lend else None
-    if place is not None:
-        gradient, holds_sum = place
-        _multiply_into(gradient, a, b, beta=int(holds_sum))
-        return gradient
-    if weight.grad is None:
-        return a @ b
-    _multiply_into(weight.grad, a, b, beta=1)
-    return None
-
-
-def is_plain_leaf(weight):
-    """Return whether nothing but .grad uses the weight's gradient.
-
-    A hook, or the graph that has computed the weight, needs dW itself, and during this backward.
-    """
-    return weight.is_leaf and not weight._backward_hooks
-
-
-def _accept_lent(weight):
-    """Let autograd accept the weight's gradient in the dtype in which memory for it is lent."""
-    dtype = getattr(weight, "lent_dtype", None) or weight.dtype
-    if dtype.itemsize > weight.itemsize and weight.grad_dtype == weight.dtype:
-        weight.grad_dtype = dtype
-
-
-def _multiply_into(total, a, b, beta):
-    """Set `total` to beta * total + a @ b. beta: 0 or 1."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b, beta=beta)
-    elif a.is_cuda and a.itemsize == 2 and total.dtype == torch.float32:
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
-    elif beta == 0:
-        total.copy_(a @ b)  # here, and below, a 16-bit product is rounded first
-    else:
-        total.add_(a @ b)
-
-
-NO_STORE = SimpleNamespace(open=False, accumulates=False)  # a WeightGradStore that asks for nothing
-
-
-# ---- modules: parameters that are split or copied ------------------------------------------------
+# ---- modules: parameters that are split ----------------------------------------------------------
 #
 # A split parameter is a plain tensor, this rank's part of the whole. Its module's `shards`, a dict
 # {name: Shard}, says which part. Every rank has a copy of each parameter without a Shard.
@@ -547,6 +270,11 @@ def shards_of(model):
     }
 
 
+# column_parallel_linear() and row_parallel_linear(), which these two modules call, compute what
+# column_linear() and row_linear() of the ground floor do. They stand below, under "the linear
+# layers' functions", with what they add: messages beside products, and sequence parallelism.
+
+
 class ColumnParallelLinear(nn.Module):
     """A linear layer split by its outputs, which computes X A_r + b_r.
 
@@ -601,18 +329,237 @@ class RowParallelLinear(nn.Module):
         return z if self.bias is None else z.add_(self.bias.to(z.dtype))
 
 
-# ---- modules: copies whose gradients are parts ---------------------------------------------------
+# ---- modules: attention and dropout --------------------------------------------------------------
+
+
+class ParallelSelfAttention(nn.Module):
+    """Causal self-attention split by heads: q, k and v by columns, the output projection by rows.
+
+    x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel. D is hidden, H is heads.
+    kv_heads: KV, for grouped-query attention, where H/KV query heads share a key and a value head.
+    attention_fn: maps q (B, H/P, T, K) and k, v (B, KV/P, T, K) to (B, H/P, T, K), where K = D/H.
+    options: group, sequence_parallel and defer of column_parallel_linear().
+    Types: x I -> I, with sequence_parallel V -> V. For parameters, see the two linear layers.
+    Raises ValueError unless P divides kv_heads, kv_heads divides heads, and heads divides hidden.
+    """
+
+    def __init__(self, hidden, heads, kv_heads=None, attention_fn=None, **options):
+        super().__init__()
+        kv_heads = kv_heads or heads
+        P = dist.get_world_size(options.get("group"))
+        if kv_heads % P:
+            raise ValueError(f"kv_heads={kv_heads} is not divisible by tp={P}")
+        if hidden % heads or heads % kv_heads:
+            raise ValueError(f"{kv_heads=}, {heads=} and {hidden=}: each must divide the next")
+        self.heads, self.kv_heads, self.K = heads // P, kv_heads // P, hidden // heads
+        self.attention_fn = attention_fn or attention
+        qkv = hidden, kv_heads * self.K, kv_heads * self.K
+        self.c_attn = ColumnParallelLinear(hidden, qkv, **options)
+        self.c_proj = RowParallelLinear(hidden, hidden, **options)
+
+    def forward(self, x):
+        qkv = self.c_attn(x)  # (T, B, (H + 2 KV) K / P)
+        T, B, _ = qkv.shape
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        qkv = qkv.view(T, B, sum(sizes), self.K).permute(1, 2, 0, 3)  # (B, (H + 2 KV) / P, T, K)
+        y = self.attention_fn(*qkv.split(sizes, 1)).permute(2, 0, 1, 3)  # (T, B, H/P, K)
+        return self.c_proj(y.reshape(T, B, self.heads * self.K))  # (T, B, D/P) -> (T, B, D)
+
+
+def attention(q, k, v, dropout=0.0):
+    """Apply PyTorch's fused causal attention. Several heads of q may share a head of k and v."""
+    if q.shape[1] != k.shape[1] and q.is_cuda and q.element_size() > 2:  # fused GQA needs 16 bits
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+class ShardedRandomState:
+    """Make random numbers differ between ranks: `with state: F.dropout(...)`.
+
+    Global generators must be seeded alike on all ranks, so that a tensor that all ranks hold gets
+    the same dropout mask. Heads or tokens that differ between ranks need different masks, so `with`
+    derives a seed from the rank and a number from the CPU generator, which checkpoint() restores.
+    """
+
+    def __init__(self, device, group=None):
+        self.rank, self.world_size = rank_and_size(group)
+        self.on_gpu = torch.device(device).type == "cuda"
+
+    def __enter__(self):
+        seed = torch.randint(2**40, ()).item() * self.world_size + self.rank
+        if self.on_gpu:
+            self.outside = torch.cuda.get_rng_state()
+            torch.cuda.manual_seed(seed)
+        else:
+            self.outside = torch.get_rng_state()
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed() would seed GPUs, too
+
+    def __exit__(self, *exception):
+        if self.on_gpu:
+            torch.cuda.set_rng_state(self.outside)
+        else:
+            torch.set_rng_state(self.outside)
+
+
+# ---- vocabulary: embedding and loss --------------------------------------------------------------
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding of which each rank holds the rows of its part of the vocabulary.
+
+    tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel, where P must divide T.
+    A rank looks up the tokens of its part, takes zeros for all others, and the results are summed.
+    P need not divide num_embeddings. A token outside the vocabulary gives NaN, since an error would
+    make the host wait for the device. Types: the weight V -> I, with sequence_parallel V -> V.
+
+    Raises ValueError if there are fewer rows than ranks.
+    """
+
+    def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.num_embeddings = num_embeddings
+        P = dist.get_world_size(group)
+        if num_embeddings < P:
+            raise ValueError(f"{num_embeddings=} is less than tp={P}: a rank would have no rows")
+        shard = Shard(0, (num_embeddings,), group)
+        set_shard(self, "weight", torch.randn(num_embeddings, embedding_dim), shard)
+        self.start, _ = shard.runs()[0]
+
+    def forward(self, tokens):
+        local, is_here = own_part(tokens, self.start, len(self.weight))
+        table = self.weight
+        # Autograd adds the gradient of a tied head to this one. If that lay in the memory that the
+        # weight lends, both gradients and their sum would have its 32 bits.
+        table.lend_gradient = table.lent_dtype = None
+        if not table.is_cuda:  # a CPU would sum the gradients of a row in 16 bits
+            table = table.to(torch.promote_types(table.dtype, torch.float32))
+        rows = F.embedding(local, table).to(self.weight.dtype)
+        unknown = (tokens < 0) | (tokens >= self.num_embeddings)
+        fill = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0, or NaN
+        rows = torch.where(is_here.unsqueeze(-1), rows, fill.unsqueeze(-1))
+        if not self.sequence_parallel:
+            return reduce_from_group(rows, self.group)
+        return reduce_scatter_to_group(rows, 0, self.group)
+
+
+def vocab_parallel_cross_entropy(
+    logits, target, vocab_size, ignore_index=-100, group=None, inplace=False, label_smoothing=0.0
+):
+    """Do what split_cross_entropy() does, in less memory, and for some targets that do not count.
+
+    logits: (N, vocab_size/P), this rank's columns, as VocabParallelEmbedding divides them.
+    target: (N,) token ids, the same on every rank.
+    Types: logits V -> losses I, so all ranks must use all losses identically.
+    Return (N,) losses in fp32 at least: 0 where target is ignore_index, and NaN, as is the
+    gradient, where it is otherwise outside the vocabulary. To train on the mean, divide their sum
+    by the number of targets that count on all ranks of dp: DistributedDataParallel shows how.
+
+    Forward computes the gradient of the logits, and keeps it for backward in their dtype. It takes
+    as many elements as the logits, unless it is written over them: `inplace`. No other loss can
+    then use them. In 16 bits forward also has as many fp32 numbers for a time, either way. For fp16
+    logits these numbers are kept, and nothing is overwritten, because a loss scale multiplies the
+    gradient in backward only, and before that most of it may be too small for fp16. A backward with
+    retain_graph=True copies the gradient.
+
+    3 N numbers are reduced over the group. label_smoothing, as in F.cross_entropy() over the whole
+    vocabulary, reduces N more, and takes the memory of fp32 logits and of another gradient.
+
+    Raises ValueError unless there are as many logits as this rank's part has columns, as there are
+    not if they have been gathered.
+    """
+    (start, width), *_ = Shard(0, (vocab_size,), group).runs()
+    if logits.shape[-1] != width:
+        part = f"{width} are this rank's part of {vocab_size=}"
+        raise ValueError(f"logits have {logits.shape[-1]} columns, and {part}: do not gather them")
+    arguments = target, start, vocab_size, ignore_index, group, inplace
+    if label_smoothing:
+        return _smoothed_cross_entropy(logits, *arguments, label_smoothing)
+    return _CrossEntropy.apply(logits, *arguments)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Compute log(sum(exp(z))) - z[target] for each row z of logits that are split by columns.
+
+    backward    softmax(z) - one_hot(target), which forward has computed, times the loss's gradient
+    """
+
+    @staticmethod
+    def forward(ctx, logits, target, start, vocab_size, ignore_index, group, inplace):
+        maximum = logits.amax(-1)  # (N,)
+        all_reduce(maximum, ReduceOp.MAX, group)
+        # exps, softmax and grad below take the memory of `shifted`, (N, vocab_size/P)
+        shifted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=not inplace)
+        shifted.sub_(maximum.unsqueeze(-1))
+        local, is_here = own_part(target, start, logits.shape[-1])
+        local = local.unsqueeze(-1)  # (N, 1)
+        of_target = shifted.gather(-1, local).squeeze(-1).masked_fill(~is_here, 0)
+        unknown = (target < 0) | (target >= vocab_size)
+        of_target = of_target.masked_fill(unknown, math.nan)
+        exps = shifted.exp_()
+        sums = torch.stack([exps.sum(-1), of_target])  # (2, N), in one all-reduce
+        all_reduce(sums, group=group)
+        normalizer, of_target = sums
+        softmax = exps.div_(normalizer.unsqueeze(-1))
+        minus_one = is_here.to(softmax.dtype).neg_()  # at this rank's targets, else 0
+        grad = softmax.scatter_add_(-1, local, minus_one.unsqueeze(-1))
+        ctx.ignored = target == ignore_index
+        grad.masked_fill_((unknown & ~ctx.ignored).unsqueeze(-1), math.nan)
+        if logits.dtype != torch.float16:  # which would round small numbers to 0 before any scale
+            grad = logits.detach().copy_(grad) if inplace else grad.to(logits.dtype)
+        ctx.save_for_backward(grad)
+        ctx.dtype = logits.dtype
+        return (normalizer.log() - of_target).masked_fill(ctx.ignored, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        (grad,) = ctx.saved_tensors
+        scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
+        if torch._C._autograd._get_current_graph_task_keep_graph():  # private API: retain_graph
+            grad = grad.clone()  # another backward will need the saved one
+        return grad.mul_(scale).to(ctx.dtype), *6 * [None]
+
+
+def _smoothed_cross_entropy(
+    logits, target, start, vocab_size, ignore_index, group, inplace, smoothing
+):
+    """Return loss + e (z[target] - mean(z)) for each row z of the logits and the smoothing e.
+
+    That is (1 - e) times the loss, and e times the mean of the losses of all columns.
+    """
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label_smoothing={smoothing} is not between 0 and 1")
+    # In 16 bits the gradients of both terms would be rounded before their sum.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    local, is_here = own_part(target, start, logits.shape[1])
+    rows = torch.arange(len(logits), device=logits.device)
+    of_target = logits[rows, local] * is_here  # unlike gather(), it keeps no logits for backward
+    above_mean = reduce_from_group(of_target - logits.sum(1) / vocab_size, group)
+    arguments = target, start, vocab_size, ignore_index, group, inplace
+    losses = _CrossEntropy.apply(logits, *arguments)
+    return losses + smoothing * above_mean.masked_fill(target == ignore_index, 0)
+
+
+# ---- copies whose gradients are parts ------------------------------------------------------------
+#
+# The idea needs no sum over the group for a parameter that is copied, since outside of f and g all
+# ranks compute the same, and so have the same gradient. There are two exceptions. A parameter that
+# is used between f and g, such as a norm of q, sees this rank's heads only. With sequence
+# parallelism, one that is used outside of them sees this rank's tokens only. Then each rank has a
+# part of its gradient, and the parts must be summed once per step.
 
 
 def mark_sum_over_tp(module):
     """Mark all parameters of the module as ones whose gradients must be summed over the group.
 
     Mark a parameter if every rank has a copy of it but applies it to its own part of the tokens,
-    heads or columns only. Each rank then computes a part of its gradient.
+    heads or columns only:
 
         copied parameter                                without        with sequence parallelism
         norm before a column-parallel layer, positions  do not mark    mark: a rank has T/P tokens
-        norm of q or k in attention_fn, scale of Y      mark           mark: a rank has H/P heads
+        norm of q or k in attention_fn                  mark: a rank has H/P heads, either way
         router, shared experts of MoE with a tp_group   mark           -
         router, shared experts of MoE without           do not mark    mark: a rank has T/P tokens
         bias of RowParallelLinear                       do not mark    marked by its class
@@ -707,257 +654,302 @@ def _distances_from_mean(parameters, group):
     return distances.tolist()
 
 
-# ---- where a part lies in the whole: for initial values and checkpoints --------------------------
+# ---- the linear layers' functions, and their overlap ---------------------------------------------
+#
+# column_linear() and row_linear() wait for each message before they multiply again. The functions
+# of this section compute the same, but messages travel beside products that do not need them. With
+# `sequence_parallel`, f gathers the ranks' chunks of X, and its backward is a reduce-scatter, which
+# sums dX and gives each rank its chunk. g is the reverse:
+#
+#     column    forward     gather X;    Y = X W^T + b
+#               backward    gather X;    dX = dY W, and scatter its sum;    dW = dY^T X
+#     row       forward     Z = Y W^T, and scatter its sum
+#               backward    gather dZ;   dY = dZ W;                         dW = dZ^T Y
+#
+# A column-parallel layer keeps only its chunk of X for backward, which gathers X again while it
+# computes dY W. It computes dW while dX is summed, with or without sequence parallelism.
 
 
-def boxes_between(shape, begin, end):
-    """Cut elements begin:end of a flattened tensor into boxes. Yield each as (first index, sizes).
+def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
+    """Do what column_linear() does, with the overlap of this section. weight: (out/P, in).
 
-        shape (4, 2), 1:7      . 1       the rest of row 0     [0, 1], (1, 1)
-                               2 3       whole rows            [1, 0], (2, 2)
-                               4 5
-                               6 .       the start of row 3    [3, 0], (1, 1)
+    sequence_parallel: whether x is this rank's chunk of X, along dim 0.
+    defer: a pipeline's WeightGradStore, if any: see "where a weight's gradient goes".
+    Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    while begin < end:
-        index = [begin // stride % size for stride, size in zip(strides, shape)]
-        fits = lambda stride: begin % stride == 0 and begin + stride <= end
-        dim = next(dim for dim, stride in enumerate(strides) if fits(stride))  # outermost
-        count = min((end - begin) // strides[dim], shape[dim] - index[dim])
-        yield index, (*[1] * dim, count, *shape[dim + 1 :])
-        begin += count * strides[dim]
+    x = autocasted(x)  # cast before x is saved and sent
+    accept_lent(weight, defer)
+    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
 
 
-def views_in_whole(parameter, tensor, shard=None):
-    """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
+def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=None):
+    """Do what row_linear() does without a bias, with the overlap. weight: (out, in/P).
 
-    parameter: this rank's part (the whole if `shard` is None), or ZeRO's piece of that part.
-    tensor: the parameter, or a tensor of the same layout, such as .grad.
-
-        row of the whole, (6, 2)  rank 0 (see Shard)  ZeRO's piece, offset 1  {index: shape of view}
-        0                         0 1                 . 1                     (0, 1): (1, 1)
-        1                         2 3                 2 3                     (1, 0): (1, 2)
-        4                         4 5                 4 5                     (4, 0): (1, 2)
+    sequence_parallel: whether to return this rank's chunk of Z, along dim 0. ValueError is raised
+        if P does not divide this dim.
+    defer: as in column_parallel_linear().
+    Types of x and weight: V, V -> I; with sequence_parallel V, V -> V.
     """
-    shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
-    begin = getattr(parameter, "offset", 0)
-    rest = tensor.detach().view(-1)
-    if not shape:  # a single number
-        return shape, {(): part.view(()) for part in rest}
-    dim, runs, total = 0, [(0, shape[0])], shape[0]
-    if shard is not None:
-        dim, runs, total = shard.dim, shard.runs(), sum(shard.blocks)
-    views = {}
-    assert dim == 0 or len(runs) == 1  # runs are adjacent in this rank's part along dim 0 only
-    for row, rows in runs:
-        sizes = (*shape[:dim], rows, *shape[dim + 1 :])
-        numel = math.prod(sizes)
-        for index, box in boxes_between(sizes, begin, min(begin + len(rest), numel)):
-            index[dim] += row
-            views[tuple(index)] = rest[: math.prod(box)].view(box)
-            rest = rest[math.prod(box) :]
-        begin = max(begin - numel, 0)
-    return (*shape[:dim], total, *shape[dim + 1 :]), views
+    P = dist.get_world_size(group)
+    if sequence_parallel and len(x) % P:
+        raise ValueError(f"T={len(x)} is not divisible by tp={P}")
+    x = autocasted(x)
+    accept_lent(weight, defer)
+    return _RowLinear.apply(x, weight, group, sequence_parallel, defer)
 
 
-# ---- attention and dropout -----------------------------------------------------------------------
-
-
-class ParallelSelfAttention(nn.Module):
-    """Causal self-attention split by heads: q, k and v by columns, the output projection by rows.
-
-    x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel. D is hidden, H is heads.
-    kv_heads: KV, for grouped-query attention, where H/KV query heads share a key and a value head.
-    attention_fn: maps q (B, H/P, T, K) and k, v (B, KV/P, T, K) to (B, H/P, T, K), where K = D/H.
-    options: group, sequence_parallel and defer of column_parallel_linear().
-    Types: x I -> I, with sequence_parallel V -> V. For parameters, see the two linear layers.
-    Raises ValueError unless P divides kv_heads, kv_heads divides heads, and heads divides hidden.
-    """
-
-    def __init__(self, hidden, heads, kv_heads=None, attention_fn=None, **options):
-        super().__init__()
-        kv_heads = kv_heads or heads
-        P = dist.get_world_size(options.get("group"))
-        if kv_heads % P:
-            raise ValueError(f"kv_heads={kv_heads} is not divisible by tp={P}")
-        if hidden % heads or heads % kv_heads:
-            raise ValueError(f"{kv_heads=}, {heads=} and {hidden=}: each must divide the next")
-        self.heads, self.kv_heads, self.K = heads // P, kv_heads // P, hidden // heads
-        self.attention_fn = attention_fn or attention
-        qkv = hidden, kv_heads * self.K, kv_heads * self.K
-        self.c_attn = ColumnParallelLinear(hidden, qkv, **options)
-        self.c_proj = RowParallelLinear(hidden, hidden, **options)
-
-    def forward(self, x):
-        qkv = self.c_attn(x)  # (T, B, (H + 2 KV) K / P)
-        T, B, _ = qkv.shape
-        sizes = [self.heads, self.kv_heads, self.kv_heads]
-        qkv = qkv.view(T, B, sum(sizes), self.K).permute(1, 2, 0, 3)  # (B, (H + 2 KV) / P, T, K)
-        y = self.attention_fn(*qkv.split(sizes, 1)).permute(2, 0, 1, 3)  # (T, B, H/P, K)
-        return self.c_proj(y.reshape(T, B, self.heads * self.K))  # (T, B, D/P) -> (T, B, D)
-
-
-def attention(q, k, v, dropout=0.0):
-    """Apply PyTorch's fused causal attention. Several heads of q may share a head of k and v."""
-    if q.shape[1] != k.shape[1] and q.is_cuda and q.element_size() > 2:  # fused GQA needs 16 bits
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
-    return F.scaled_dot_product_attention(q, k, v, **options)
-
-
-class ShardedRandomState:
-    """Make random numbers differ between ranks: `with state: F.dropout(...)`.
-
-    Global generators must be seeded alike on all ranks, so that a tensor that all ranks hold gets
-    the same dropout mask. Heads or tokens that differ between ranks need different masks, so `with`
-    derives a seed from the rank and a number from the CPU generator, which checkpoint() restores.
-    """
-
-    def __init__(self, device, group=None):
-        self.rank, self.world_size = rank_and_size(group)
-        on_gpu = torch.device(device).type == "cuda"
-        self.module = torch.cuda if on_gpu else torch
-        self.manual_seed = torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed
-
-    def __enter__(self):
-        seed = torch.randint(2**40, ()).item()
-        self.outside = self.module.get_rng_state()
-        self.manual_seed(seed * self.world_size + self.rank)
-
-    def __exit__(self, *exception):
-        self.module.set_rng_state(self.outside)
-
-
-# ---- vocabulary: embedding and loss --------------------------------------------------------------
-
-
-class VocabParallelEmbedding(nn.Module):
-    """An embedding (V, D) of which each rank holds the rows of its part of the vocabulary.
-
-    tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel, where P must divide T.
-    A rank looks up the tokens of its part, takes zeros for all others, and the results are summed.
-    P need not divide V. A token outside the vocabulary gives NaN, since an error would make the
-    host wait for the device. Types: the weight V -> I, with sequence_parallel V -> V.
-
-    Raises ValueError if there are fewer rows than ranks.
-    """
-
-    def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
-        super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.num_embeddings = num_embeddings
-        P = dist.get_world_size(group)
-        if num_embeddings < P:
-            raise ValueError(f"{num_embeddings=} is less than tp={P}: a rank would have no rows")
-        shard = Shard(0, (num_embeddings,), group)
-        set_shard(self, "weight", torch.randn(num_embeddings, embedding_dim), shard)
-        self.start, _ = shard.runs()[0]
-
-    def forward(self, tokens):
-        local, is_here = own_part(tokens, self.start, len(self.weight))
-        table = self.weight
-        # Autograd adds the gradient of a tied head to this one. If that lay in the memory that the
-        # weight lends, both gradients and their sum would have its 32 bits.
-        table.lend_gradient = table.lent_dtype = None
-        if not table.is_cuda:  # a CPU would sum the gradients of a row in 16 bits
-            table = table.to(torch.promote_types(table.dtype, torch.float32))
-        rows = F.embedding(local, table).to(self.weight.dtype)
-        unknown = (tokens < 0) | (tokens >= self.num_embeddings)
-        fill = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0, or NaN
-        rows = torch.where(is_here.unsqueeze(-1), rows, fill.unsqueeze(-1))
-        if not self.sequence_parallel:
-            return reduce_from_group(rows, self.group)
-        return reduce_scatter_to_group(rows, 0, self.group)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Compute log(sum(exp(x))) - x[target] for each row x of logits that are split by columns.
-
-    With smoothing e, (1 - e) x[target] + e mean(x) takes the place of x[target].
-
-    backward    softmax(x) - one_hot(target), which forward has computed, times the loss's gradient.
-                With smoothing, (1 - e) one_hot(target) + e / V takes the place of one_hot(target)
-    """
+class _ColumnLinear(torch.autograd.Function):
+    """Compute y = x W^T + b, where x is gathered first if `split`."""
 
     @staticmethod
-    def forward(ctx, logits, target, start, vocab_size, ignore_index, group, inplace, smoothing):
-        maximum = logits.amax(-1)  # (N,)
-        all_reduce(maximum, ReduceOp.MAX, group)
-        # exps, softmax and grad below take the memory of `shifted`, (N, V_r)
-        shifted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=not inplace)
-        shifted.sub_(maximum.unsqueeze(-1))
-        local, is_here = own_part(target, start, logits.shape[-1])
-        local = local.unsqueeze(-1)  # (N, 1)
-        target_logit = shifted.gather(-1, local).squeeze(-1).masked_fill(~is_here, 0)
-        unknown = (target < 0) | (target >= vocab_size)
-        rows = [target_logit.masked_fill(unknown, math.nan)]
-        if smoothing:
-            rows.append(shifted.sum(-1))
-        exps = shifted.exp_()
-        sums = torch.stack([exps.sum(-1), *rows])  # (2, N) or (3, N), in one all-reduce
-        all_reduce(sums, group=group)
-        normalizer, target_logit = sums[:2]
-        softmax = exps.div_(normalizer.unsqueeze(-1))
-        minus_one = is_here.to(softmax.dtype).neg_()  # at this rank's targets, else 0
-        if smoothing:
-            target_logit = (1 - smoothing) * target_logit + smoothing / vocab_size * sums[2]
-            softmax.sub_(smoothing / vocab_size)
-            minus_one.mul_(1 - smoothing)
-        grad = softmax.scatter_add_(-1, local, minus_one.unsqueeze(-1))
-        ctx.ignored = target == ignore_index
-        grad.masked_fill_((unknown & ~ctx.ignored).unsqueeze(-1), math.nan)
-        if logits.dtype != torch.float16:  # which would round small numbers to 0 before any scale
-            grad = logits.detach().copy_(grad) if inplace else grad.to(logits.dtype)
-        ctx.save_for_backward(grad)
-        ctx.dtype = logits.dtype
-        return (normalizer.log() - target_logit).masked_fill(ctx.ignored, 0)
+    def forward(ctx, x, weight, bias, group, split, defer):
+        # Backward needs the parameter itself, but checkpoint() detaches what is saved.
+        ctx.arguments = weight, group, split, defer
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        if split and by_chunks(x.nbytes, x.device, group):
+            return gather_and_multiply(x, weight, bias, group)[1]
+        return F.linear(begin_gather(x, split, group)(), weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output):
-        (grad,) = ctx.saved_tensors
-        scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
-        if torch._C._autograd._get_current_graph_task_keep_graph():  # private API: retain_graph
-            grad = grad.clone()  # another backward will need the saved one
-        return grad.mul_(scale).to(ctx.dtype), *7 * [None]
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        parameter, group, split, defer = ctx.arguments
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        dx = dweight = dbias = None
+        if wants_weight and not is_deferred(parameter, defer):
+            get_x = begin_gather(x, split, group, async_op=True)
+        else:  # x is gathered when the pipeline asks for dW
+            get_x = lambda: begin_gather(x, split, group)()
+        if wants_x:
+            get_dx = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
+        if wants_weight:
+            dweight = weight_gradient(parameter, dy, get_x, defer)
+        if wants_bias:
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
+        if wants_x:
+            dx = get_dx()
+        return dx, dweight, dbias, None, None, None
 
 
-def vocab_parallel_cross_entropy(
-    logits, target, vocab_size, ignore_index=-100, group=None, inplace=False, label_smoothing=0.0
-):
-    """Compute each token's cross-entropy from logits that stay split over the vocabulary.
+class _RowLinear(torch.autograd.Function):
+    """Compute y = the sum of x W^T over the ranks, or, if `split`, this rank's chunk of it."""
 
-    logits: (N, V_r), this rank's part of the vocab_size columns, as VocabParallelEmbedding divides
-        them.
-    target: (N,) token ids, the same on every rank.
-    Types: logits V -> losses I, so all ranks must use all losses identically.
-    inplace: whether forward writes the gradient of the logits, in their dtype, over the logits. No
-        other loss can then use the logits. If not, the gradient takes N V_r elements of its own.
-        In 16 bits forward also has N V_r fp32 numbers for a time, either way. For fp16 logits
-        backward keeps these numbers, and nothing is overwritten, because a loss scale multiplies
-        the gradient in backward, and most of it may be too small for fp16 before that.
-    label_smoothing: as in F.cross_entropy(), over the whole vocabulary.
-    Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
-    NaN, as is the gradient, where it is otherwise outside the vocabulary. 3 N numbers are reduced
-    over the group, 4 N with label_smoothing. Each backward with retain_graph=True copies the
-    gradient, which takes another N V_r elements. To train on the mean of the losses, divide their
-    sum by the number of targets that count on all ranks of dp: DistributedDataParallel (ddp.py)
-    shows how.
+    @staticmethod
+    def forward(ctx, x, weight, group, split, defer):
+        numel = x.numel() // x.shape[-1] * len(weight)  # of Z, in which a rank has one chunk of P
+        nbytes = numel // dist.get_world_size(group) * x.itemsize
+        ctx.by_chunks = split and by_chunks(nbytes, x.device, group)
+        ctx.arguments = weight, group, split, defer
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        if ctx.by_chunks:
+            return multiply_and_scatter(x, weight, group)
+        return begin_sum(F.linear(x, weight), split, group)()
 
-    Raises ValueError unless 0 <= label_smoothing <= 1, and unless there are as many logits as this
-    rank's part has columns, as there are not if they have been gathered.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        parameter, group, split, defer = ctx.arguments
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        dx = dweight = None
+        if wants_x and ctx.by_chunks:
+            dy, dx = gather_and_multiply(dy, weight.to(dy.dtype).t(), None, group)
+        else:
+            dy = begin_gather(dy, split, group)()
+            if wants_x:
+                dx = dy @ weight.to(dy.dtype)
+        if wants_weight:
+            dweight = weight_gradient(parameter, dy, lambda: x, defer)
+        return dx, dweight, None, None, None
+
+
+def begin_gather(x, split, group=None, async_op=False):
+    """Gather x along dim 0 if `split`. Return a function that waits for and returns the result."""
+    if not split:
+        return lambda: x
+    whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    work = all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
+    return partial(_when_done, work, whole)
+
+
+def begin_sum(y, split, group=None, async_op=False):
+    """All-reduce y or, if `split`, reduce-scatter it. Return a function as begin_gather() does."""
+    if not split:
+        return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
+    chunk = y.new_empty(len(y) // dist.get_world_size(group), *y.shape[1:])
+    work = reduce_scatter_single(chunk, y, group=group, async_op=async_op)
+    return partial(_when_done, work, chunk)
+
+
+def _when_done(work, result):
+    if work is not None:
+        work.wait()
+    return result
+
+
+# ---- products by chunks --------------------------------------------------------------------------
+#
+# With sequence parallelism, a product either needs every rank's chunk of X, or is summed over the
+# ranks into chunks of Z. While one large chunk is computed, another travels directly between its
+# owner and this rank. On the left all messages are posted first, and (x3) is the chunk that the
+# next step waits for. On the right each is posted as soon as its summand is computed. The tables
+# show the order of use for P = 4.
+#
+#             gather_and_multiply(): rank r multiplies      multiply_and_scatter(): rank r computes
+#             chunk r - s, while (r - s - 1) may arrive     chunk r + s + 1 and sends it (->)
+#
+#             rank 0    rank 1    rank 2    rank 3          rank 0    rank 1    rank 2    rank 3
+#     s = 0   x0 (x3)   x1 (x0)   x2 (x1)   x3 (x2)         y1 -> 1   y2 -> 2   y3 -> 3   y0 -> 0
+#     s = 1   x3 (x2)   x0 (x3)   x1 (x0)   x2 (x1)         y2 -> 2   y3 -> 3   y0 -> 0   y1 -> 1
+#     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
+#     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
+#
+# On the right, one operation adds the four summands of a chunk. In 16 bits each summand is
+# rounded, and their sum only once.
+# Either way a rank sends (P-1)/P of the whole, as in an all-gather or a reduce-scatter.
+
+# Smaller chunks cost more than overlap saves: measured over gloo, and on the model of gpu_time.py.
+CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}
+
+
+def by_chunks(nbytes, device, group):
+    """Return whether to multiply by chunks, if each chunk that travels takes so many bytes."""
+    return dist.get_world_size(group) > 1 and nbytes >= CHUNK_BYTES[device.type]
+
+
+def gather_and_multiply(x, weight, bias=None, group=None):
+    """Gather every rank's x into X. Return X and F.linear(X, weight, bias)."""
+    rank, P = rank_and_size(group)
+    weight = autocasted(weight)
+    whole = x.new_empty(P, *x.shape)
+    whole[rank] = x
+    y = x.new_empty(P, *x.shape[:-1], len(weight))
+    works = {}
+    for step in range(1, P):
+        target = (rank + step) % P
+        source = (rank - step) % P
+        works[source] = exchange(
+            [(whole[rank], target)], [(whole[source], source)], group, async_op=True
+        )
+    _linear_into(y[rank], x, weight, bias)
+    for source, work in works.items():
+        work.wait()
+        _linear_into(y[source], whole[source], weight, bias)
+    return whole.flatten(0, 1), y.flatten(0, 1)
+
+
+def multiply_and_scatter(x, weight, group=None):
+    """Return this rank's chunk of the sum of F.linear(x, weight) over the ranks."""
+    rank, P = rank_and_size(group)
+    weight = autocasted(weight)
+    inputs = x.chunk(P)
+    parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # summands of this rank's chunk
+    works = []
+    for step in range(1, P):
+        target = (rank + step) % P
+        source = (rank - step) % P
+        part = torch.empty_like(parts[source])
+        _linear_into(part, inputs[target], weight)
+        works.append(exchange([(part, target)], [(parts[source], source)], group, async_op=True))
+    _linear_into(parts[rank], inputs[rank], weight)
+    for work in works:
+        work.wait()
+    return parts.sum(0)
+
+
+def _linear_into(output, x, weight, bias=None):
+    """Write F.linear(x, weight, bias) into `output`. The weight has the dtype of x."""
+    operands = x.flatten(0, -2), weight.t()
+    if bias is None:
+        torch.mm(*operands, out=output.flatten(0, -2))
+    else:
+        torch.addmm(autocasted(bias), *operands, out=output.flatten(0, -2))
+
+
+# ---- where a weight's gradient goes --------------------------------------------------------------
+#
+# Backward returns dW to autograd, which adds it to .grad. With `defer`, a WeightGradStore, a
+# pipeline (pipeline.py) asks for two other things. While the store is `open`, it takes dW as a
+# function, which the pipeline calls when it would otherwise wait. While it `accumulates`, the
+# product is written into memory that the weight lends, or added to .grad, which saves a buffer and
+# passes over it. Neither applies to a weight whose gradient a hook or a graph needs.
+
+
+def weight_gradient(weight, dy, get_x, defer):
+    """Return what backward returns for the weight: dW = dy^T @ x, or None if it goes elsewhere."""
+    product = lambda: _product(weight, dy, get_x(), defer)
+    if is_deferred(weight, defer):
+        defer.put(weight, product)
+        return None
+    return product()
+
+
+def is_deferred(weight, defer):
+    """Return whether the pipeline computes the weight's gradient later."""
+    return defer is not None and defer.open and is_plain_leaf(weight)
+
+
+def is_plain_leaf(weight):
+    """Return whether nothing but .grad uses the weight's gradient.
+
+    A hook, or the graph that has computed the weight, needs dW itself, and during this backward.
     """
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{label_smoothing=} is not between 0 and 1")
-    (start, width), *_ = Shard(0, (vocab_size,), group).runs()
-    if logits.shape[-1] != width:
-        part = f"{width} are this rank's part of {vocab_size=}"
-        raise ValueError(f"logits have {logits.shape[-1]} columns, and {part}: do not gather them")
-    arguments = start, vocab_size, ignore_index, group, inplace, label_smoothing
-    return _CrossEntropy.apply(logits, target, *arguments)
+    return weight.is_leaf and not weight._backward_hooks
 
 
-# ---- 2012: AlexNet on two GPUs -------------------------------------------------------------------
+def _product(weight, dy, x, defer):
+    """Compute dW. Return it, or the memory that the weight lends, or None if .grad has got it.
+
+    lend_gradient() returns (memory, whether it holds a sum so far), and dW is then added to that
+    sum. See zero.FlatParameter.
+    """
+    a = dy.reshape(-1, dy.shape[-1]).t()
+    b = x.reshape(-1, x.shape[-1])
+    if defer is None or not (defer.accumulates and is_plain_leaf(weight)):
+        return a @ b
+    lend = getattr(weight, "lend_gradient", None)
+    place = lend() if lend else None
+    if place is not None:
+        gradient, holds_sum = place
+        _multiply_into(gradient, a, b, beta=int(holds_sum))
+        return gradient
+    if weight.grad is None:
+        return a @ b
+    _multiply_into(weight.grad, a, b, beta=1)
+    return None
+
+
+def accept_lent(weight, defer):
+    """Let autograd accept the weight's gradient in the dtype in which memory for it is lent."""
+    if defer is None:
+        return
+    dtype = getattr(weight, "lent_dtype", None) or weight.dtype
+    if dtype.itemsize > weight.itemsize and weight.grad_dtype == weight.dtype:
+        weight.grad_dtype = dtype
+
+
+def _multiply_into(total, a, b, beta):
+    """Set `total` to beta * total + a @ b. beta: 0 or 1."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, beta=beta)
+    elif a.is_cuda and a.itemsize == 2 and total.dtype == torch.float32:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    elif beta == 0:
+        total.copy_(a @ b)  # here, and below, a 16-bit product is rounded first
+    else:
+        total.add_(a @ b)
+
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
+    """Return the bytes a rank sends per layer: 8 B T D (P-1)/P elements, 10 if X is regathered."""
+    return (5 if regather else 4) * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
+
+
+# ---- appendix: AlexNet on two GPUs, 2012 ---------------------------------------------------------
 #
 # A rank has half of every layer's filters. Those of conv2, conv4 and conv5 read only this half's
 # channels, so nothing is sent. Those of conv3 and of the dense layers read both halves (X), which
@@ -969,75 +961,53 @@ def vocab_parallel_cross_entropy(
 #     rank 1     48 ----- 128 -/ \- 192 ---- 192 ---- 128 -/ \- 2048 -/ \- 2048 -/ \- 500
 
 
-class SplitFilters(nn.Module):
-    """A convolution or linear layer of which each rank has 1/P of the filters and biases.
-
-    function: maps (x, weight, bias) to the layer's output, as F.conv2d() and F.linear() do.
-    shape: of the whole weight, whose dim 0 is split.
-    """
-
-    def __init__(self, function, shape, bias, group=None):
-        super().__init__()
-        self.function = function
-        shard = Shard(0, shape[:1], group)
-        set_shard(self, "weight", 0.01 * torch.randn(shape), shard)
-        set_shard(self, "bias", torch.full(shape[:1], bias), shard)
-
-    def forward(self, x):
-        return self.function(x, self.weight, self.bias)
-
-
 class AlexNet(nn.Module):
-    """The network of Krizhevsky, Sutskever and Hinton, with their sizes and initial values.
+    """The network of Krizhevsky, Sutskever and Hinton: (B, 3, 224, 224) -> logits (B, classes).
 
-    images: (B, 3, 224, 224) -> logits (B, classes), equal on all ranks (I -> I); parameters are V.
     groups: the parts into which conv2, conv4, conv5 and the normalizations divide the channels. It
-        fixes the function that the network computes, and P = 1 and P = groups compute the same.
-    Normalization across channels stays inside a group (the paper leaves that open), so it sends
-    nothing. Dropout follows a gather, and all ranks must draw the same mask, which they do if their
-    global generators are seeded alike.
-    Raises ValueError unless P divides `groups`, and `groups` divides each layer's filters.
+        fixes the function that the network computes, so P = 1 and P = groups compute the same.
+    Types: I -> I, parameters are V. Raises ValueError unless P divides `groups`, and `groups`
+    divides each number of filters.
     """
 
     def __init__(
         self, filters=(96, 256, 384, 384, 256), dense=(4096, 4096), classes=1000, groups=2,
-        dropout=0.5, group=None,
+        group=None,
     ):
         super().__init__()
         P = dist.get_world_size(group)
-        if groups % P:
-            raise ValueError(f"{groups=} is not divisible by tp={P}")
-        if any(size % groups for size in (*filters, *dense, classes)):
-            raise ValueError(f"{groups=} does not divide each of {filters=}, {dense=}, {classes=}")
+        if groups % P or any(size % groups for size in (*filters, *dense, classes)):
+            sizes = f"{filters=}, {dense=}, {classes=}"
+            raise ValueError(f"tp={P} does not divide {groups=}, or that not each of {sizes}")
         self.group = group
         self.own_groups = groups // P
-        self.dropout = dropout
         c1, c2, c3, c4, c5 = filters
         d1, d2 = dense
-        split = partial(SplitFilters, group=group)
-        grouped = partial(F.conv2d, groups=self.own_groups)
-        self.conv1 = split(partial(F.conv2d, stride=4, padding=2), (c1, 3, 11, 11), 0.0)
-        self.conv2 = split(partial(grouped, padding=2), (c2, c1 // groups, 5, 5), 1.0)
-        self.conv3 = split(partial(F.conv2d, padding=1), (c3, c2, 3, 3), 0.0)
-        self.conv4 = split(partial(grouped, padding=1), (c4, c3 // groups, 3, 3), 1.0)
-        self.conv5 = split(partial(grouped, padding=1), (c5, c4 // groups, 3, 3), 1.0)
-        self.dense1 = split(F.linear, (d1, c5 * 6 * 6), 1.0)
-        self.dense2 = split(F.linear, (d2, d1), 1.0)
-        self.dense3 = split(F.linear, (classes, d2), 0.0)
+        self.conv1 = split_filters((c1, 3, 11, 11), 0.0, group)
+        self.conv2 = split_filters((c2, c1 // groups, 5, 5), 1.0, group)
+        self.conv3 = split_filters((c3, c2, 3, 3), 0.0, group)
+        self.conv4 = split_filters((c4, c3 // groups, 3, 3), 1.0, group)
+        self.conv5 = split_filters((c5, c4 // groups, 3, 3), 1.0, group)
+        self.dense1 = split_filters((d1, c5 * 6 * 6), 1.0, group)
+        self.dense2 = split_filters((d2, d1), 1.0, group)
+        self.dense3 = split_filters((classes, d2), 0.0, group)
 
     def forward(self, images):
         gather = partial(all_gather_to_group, dim=1, group=self.group)  # ranks use it differently
-        drop = partial(F.dropout, p=self.dropout, training=self.training)
-        pool = partial(F.max_pool2d, kernel_size=3, stride=2)  # windows overlap
+        drop = partial(F.dropout, training=self.training)  # of gathered x: the same mask everywhere
+        pool = partial(F.max_pool2d, kernel_size=3, stride=2)
+        conv = lambda x, layer, **how: F.conv2d(x, layer.weight, layer.bias, **how).relu()
+        dense = lambda x, layer: F.linear(x, layer.weight, layer.bias)
         x = copy_to_group(images, self.group)
-        x = pool(self.normalize(self.conv1(x).relu()))  # (B, c1/P, 27, 27)
-        x = pool(self.normalize(self.conv2(x).relu()))  # (B, c2/P, 13, 13)
-        x = self.conv3(gather(x)).relu()  # (B, c2, 13, 13) -> (B, c3/P, 13, 13)
-        x = self.conv4(x).relu()  # (B, c4/P, 13, 13)
-        x = pool(self.conv5(x).relu())  # (B, c5/P, 6, 6)
-        x = self.dense1(gather(x.flatten(1))).relu()  # (B, 36 c5) -> (B, d1/P)
-        x = self.dense2(drop(gather(x))).relu()  # (B, d1) -> (B, d2/P)
-        x = self.dense3(drop(gather(x)))  # (B, d2) -> (B, classes/P)
+        x = pool(self.normalize(conv(x, self.conv1, stride=4, padding=2)))  # (B, c1/P, 27, 27)
+        x = conv(x, self.conv2, padding=2, groups=self.own_groups)
+        x = gather(pool(self.normalize(x)))  # (B, c2/P, 13, 13) -> (B, c2, 13, 13)
+        x = conv(x, self.conv3, padding=1)  # (B, c3/P, 13, 13)
+        x = conv(x, self.conv4, padding=1, groups=self.own_groups)
+        x = pool(conv(x, self.conv5, padding=1, groups=self.own_groups))  # (B, c5/P, 6, 6)
+        x = dense(gather(x.flatten(1)), self.dense1).relu()  # (B, 36 c5) -> (B, d1/P)
+        x = dense(drop(gather(x)), self.dense2).relu()
+        x = dense(drop(gather(x)), self.dense3)  # (B, classes/P)
         return gather_from_group(x, 1, self.group)  # all ranks compute the same loss
 
     def normalize(self, x):
@@ -1047,11 +1017,16 @@ class AlexNet(nn.Module):
         return parts.view_as(x)
 
 
-def alexnet_bytes(
-    batch, world_size, filters=(96, 256, 384, 384, 256), dense=(4096, 4096), classes=1000,
-    itemsize=4,
-):
-    """Return the bytes a rank sends in AlexNet's forward and backward.
+def split_filters(shape, bias, group):
+    """Return a module that holds 1/P of a layer's filters, whose shape is `shape`, and biases."""
+    layer = nn.Module()
+    set_shard(layer, "weight", 0.01 * torch.randn(shape), Shard(0, shape[:1], group))
+    set_shard(layer, "bias", torch.full(shape[:1], bias), Shard(0, shape[:1], group))
+    return layer
+
+
+def alexnet_bytes(batch, world_size, filters, dense, classes, itemsize=4):
+    """Return the bytes a rank sends in forward and backward.
 
     What conv3 and the dense layers read is gathered, and its gradient is reduce-scattered. The
     logits are gathered only.
@@ -1060,12 +1035,7 @@ def alexnet_bytes(
     return reduce_scatter_bytes((2 * read + classes) * batch * itemsize, world_size)
 
 
-# ---- cost, demonstration -------------------------------------------------------------------------
-
-
-def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
-    """Return the bytes a rank sends per layer: 8 b s h (P-1)/P elements, 10 if X is regathered."""
-    return (5 if regather else 4) * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
+# ---- demonstration -------------------------------------------------------------------------------
 
 
 def _demonstrate():
@@ -1080,22 +1050,16 @@ def _demonstrate():
     with count_bytes() as traffic:
         z = split_mlp(x, up.chunk(P)[rank], down.chunk(P, 1)[rank])
         (dx,) = torch.autograd.grad(z.sum(), x)
+    sizes = [n * P for n in (3, 8, 12, 12, 8)], (64 * P, 64 * P), 10 * P
+    with count_bytes() as of_alexnet:
+        AlexNet(*sizes, groups=P)(torch.randn(2, 3, 224, 224)).sum().backward()
     if rank == 0:
         claimed = 2 * all_reduce_bytes(x.nbytes, P)
         print(f"{P} ranks, an MLP, f and g: claimed {claimed} bytes, counted {traffic.bytes()}")
         error = max((z - whole).abs().max(), (dx - expected).abs().max())
-        print(f"largest difference from one process's Z and dX: {error:.1e}\n")
-    _demonstrate_alexnet(rank, P)
-
-
-def _demonstrate_alexnet(rank, P):
-    sizes = {"filters": [n * P for n in (3, 8, 12, 12, 8)], "dense": (64 * P, 64 * P)}
-    net = AlexNet(**sizes, classes=10 * P, groups=P)
-    with count_bytes() as traffic:
-        net(torch.randn(2, 3, 224, 224)).sum().backward()
-    if rank == 0:
-        claimed = alexnet_bytes(2, P, **sizes, classes=10 * P)
-        print(f"{P} ranks, AlexNet: claimed {claimed} bytes, counted {traffic.bytes()}")
+        print(f"largest difference from one process's Z and dX: {error:.1e}")
+        claimed = alexnet_bytes(2, P, *sizes)
+        print(f"{P} ranks, AlexNet: claimed {claimed} bytes, counted {of_alexnet.bytes()}")
 
 
 if __name__ == "__main__":

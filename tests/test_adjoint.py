@@ -487,7 +487,7 @@ FAULTS = {  # {"fault | case": (its section, patch)}
     "autograd does not see Ulysses' all-to-all | ulysses_attention, kv_heads=1":
         (sequence_parallel_cases,
             put(sequence_parallel, "all_to_all_in_group", unseen_by_autograd)),
-    "autograd does not see the all-to-all of experts | two_hops, nodes=2, parts=1":
+    "autograd does not see the all-to-all of experts | switch":
         (expert_parallel_cases, put(expert_parallel, "all_to_all_in_group", unseen_by_autograd)),
     "a part's gradients are those that it sends, not those that come | dispatch_and_combine, parts":
         (expert_parallel_cases, put(expert_parallel.Journey, "begin", own_rows_in_backward)),

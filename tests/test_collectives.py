@@ -349,7 +349,7 @@ def test_the_plain_forms_refuse_unequal_sizes_other_dtypes_and_tensors_with_gaps
         ]:
             with pytest.raises(ValueError, match="output has . elements of torch.float32, input"):
                 plain(*wrong)
-    with pytest.raises(RuntimeError, match="multiply up"):
+    with pytest.raises(ValueError, match="output has 3 elements .* input makes 2"):
         plain_all_to_all(x(3), x(3))
     for plain, *gaps in [
         (plain_reduce_scatter, x(2), x(4, 2)[:, 0]),
@@ -490,7 +490,10 @@ def test_messages_to_many_peers_are_divided_into_several_batches():
     at_root = [*full] if dist.get_rank() == 1 else None
     with as_on_nccl(), patch.multiple(collectives, DIRECT_BYTES=128, MOST_PEERS=2):
         _check_values([5, 64], DTYPES[:1])
+        peers = [rank for rank in range(6) if rank != dist.get_rank()]
+        sends = [(full[peer], peer) for peer in peers]
         for launch, sizes, others in [
+            (lambda: exchange(sends, sends), [4, 4, 2], [4, 4, 2]),
             (lambda: all_to_all_single(full.clone(), full), [4, 4, 2], [4, 4, 2]),
             (lambda: all_gather([*full], full[0]), [4, 4, 2], [4, 4, 2]),
             (lambda: scatter(full[0], at_root, 1), [2, 2, 1], [1]),
@@ -860,6 +863,8 @@ def test_only_groups_that_are_set_use_the_backends_collectives_whose_bytes_do_no
         collectives.plain_exchange([(x, peer)], [(torch.empty(4), peer)], group)
         assert traffic.bytes("plain_exchange") == 16
         reduce(x, group=group)  # which is never the backend's
+        all_gather([x[:1], x[:2]], x[: 2 - peer], group)  # of unequal lengths, neither
+        assert traffic.bytes("all_gather") == 4 * (2 - peer)
         with pytest.raises(RuntimeError, match="the backend's own all_reduce"):
             all_reduce(x, group=group)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as theirs:

@@ -73,10 +73,11 @@ def test_tensors_shards_and_their_pieces_begin_on_128_bytes():
         for layout in layouts:
             pieces.append(layout.pieces(layout.shard(flat)))
             for tensor, offset, piece in zip(tensors, layout.offsets, pieces[-1], strict=True):
-                assert torch.equal(piece, tensor.flatten()[offset : offset + len(piece)])
+                assert piece.flatten().equal(tensor.flatten()[offset : offset + len(piece)])
+                assert piece.shape[1:] == (1,) * (tensor.dim() - 1)
                 assert piece.storage_offset() % 64 == 0 or not len(piece)
         for tensor, parts in zip(tensors, zip(*pieces, strict=True), strict=True):
-            assert torch.equal(torch.cat(parts), tensor.flatten())
+            assert torch.equal(torch.cat(parts).flatten(), tensor.flatten())
 
 
 # ---- the gradient of the whole batch -------------------------------------------------------------

@@ -475,16 +475,16 @@ def test_rows_of_a_part_are_freed_as_soon_as_they_have_been_used():
         given.append(StorageWeakRef(rows.untyped_storage()))
         return 2 * rows
 
-    def begin_combine(hop, results, right=expert_parallel.Hop.begin_combine):
+    def begin_combine(part, results, right=expert_parallel.Part.begin_combine):
         held.append(not given[-1].expired())
-        return right(hop, results)
+        return right(part, results)
 
     def begin(journey, *rows, right=expert_parallel.Journey.begin):
         output = right(journey, *rows)
         arrived.append(StorageWeakRef(output.untyped_storage()))
         return output
 
-    with patch.object(expert_parallel.Hop, "begin_combine", begin_combine), torch.no_grad():
+    with patch.object(expert_parallel.Part, "begin_combine", begin_combine), torch.no_grad():
         dispatch_and_combine(x, experts, weights, 2, compute, parts=3)
     assert held == [False, False, False]
     y = dispatch_and_combine(x, experts, weights, 2, compute, parts=3)
@@ -714,10 +714,10 @@ def test_a_rank_without_tokens_adds_zeros_to_its_tally():
 
 @on_ranks(1)
 def test_combining_without_weights_keeps_no_rows_for_backward():
-    (hop,) = DispatchPlan(torch.zeros(64, 1, dtype=torch.long), 1).hops()
+    (part,) = DispatchPlan(torch.zeros(64, 1, dtype=torch.long), 1).parts()
     rows = torch.randn(64, 8, requires_grad=True)
     with saved_bytes() as kept:
-        y = hop.combine(rows)
+        y = part.end_combine(*part.begin_combine(rows))
     assert kept() <= 2 * 64 * 8  # the order and the tokens
     assert torch.equal(y, rows)
 

@@ -1,12 +1,13 @@
-"""Every flag of hybrid.py has an effect or is refused; warnings and --help."""
+"""Flags of hybrid.py: each has an effect or is refused, on all ranks alike; processes; --help."""
 
 import hashlib
 import io
 import os
 import re
-from contextlib import redirect_stdout
+import signal
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import hybrid
 from collectives import observe
 from pipeline import SCHEDULES
-from ranks import PROJECT, run, shifted, soak, torchrun
+from ranks import PROJECT, on_ranks, run, shifted, soak, spawn, torchrun
 
 # ---- every flag ----------------------------------------------------------------------------------
 
@@ -76,7 +77,6 @@ EFFECTS = """a flag | flags that it needs | what changes
 --checkpoint folder | | output
 --save-every 1 | --checkpoint folder | output
 --keep 1 | --checkpoint folder --save-every 1 | output
---resume-step 1 | | refused
 --eval-every 1 | | output
 --sample 3 | | output
 --prompt abc | | output
@@ -84,6 +84,7 @@ EFFECTS = """a flag | flags that it needs | what changes
 --print-every 3 | | output
 --metrics file | | output
 --timeout 7 | | patience
+--peak-tflops 5 | | output
 """
 ROWS = [line.split(" | ") for line in EFFECTS.replace("| |", "|  |").splitlines()[1:]]
 TINY = "--layers 1 --hidden 16 --heads 4 --seq-len 8"
@@ -99,7 +100,7 @@ def test_every_flag_has_a_row_in_the_table():
 
 
 NEEDS = {flag.name: flag.metadata["needs"] for flag in hybrid.FLAGS if "needs" in flag.metadata}
-OFF = {"--lr-decay cosine or linear": "--lr-decay none"}  # how to lack what is on by default
+OFF = {"lr_decay != 'none'": "--lr-decay none", "sample != 0": "--sample 0"}  # of what is on
 
 
 @pytest.mark.parametrize("typed, needed, _", ROWS)
@@ -108,12 +109,9 @@ def test_a_flag_is_refused_without_what_it_needs(typed, needed, _):
     if needed or name in NEEDS:
         with pytest.raises(ValueError) as error:
             hybrid.parse(f"{OFF.get(NEEDS[name], '')} {typed}".split(), 1)
-        assert str(error.value) == f"{typed} needs {NEEDS[name]}"
-
-
-def test_a_flag_may_need_a_number():
-    args = hybrid.parse("--zero 0 --pp 2".split(), 4)
-    assert hybrid.is_met(args, "--zero 0 or 2") and not hybrid.is_met(args, "--zero 1")
+        assert re.match(f"{typed}(.0)? needs --", str(error.value))
+        named = re.findall("--[a-z-]+", str(error.value).split(" needs ")[1])
+        assert not needed or {*named} & {*re.findall("--[a-z-]+", needed)}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -122,7 +120,7 @@ def test_chunks_is_accepted_with_the_schedules_whose_caller_chooses_them(name):
     if SCHEDULES[name].v is None:
         assert hybrid.parse(flags, 2).chunks == 3
     else:
-        with pytest.raises(ValueError, match="--chunks 3 needs --schedule interleaved"):
+        with pytest.raises(ValueError, match="--chunks 3 needs --schedule in .*interleaved"):
             hybrid.parse(flags, 2)
 
 
@@ -211,14 +209,6 @@ def test_each_flag_changes_what_the_table_says(part, tmp_path):
     assert unchanged == again
 
 
-@pytest.mark.parametrize("typed", [typed for typed, _, what in ROWS if what == "refused"])
-def test_flags_that_fit_one_machine_only_are_refused_elsewhere(typed, monkeypatch, capsys):
-    monkeypatch.setattr(hybrid, "launched", lambda: (0, 2, 0, 2))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert hybrid.main(typed.split()) == 2
-    assert typed in capsys.readouterr().err
-
-
 def test_main_sets_the_environment_that_gpus_need_unless_it_is_set(monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "4")
@@ -239,66 +229,330 @@ def test_an_empty_value_is_refused_as_a_shell_variable_that_is_not_set_gives_it(
         hybrid.parse([hybrid.as_typed(name), ""], 1)
 
 
-# ---- the launcher's environment ------------------------------------------------------------------
+# ---- wrong flags and files -----------------------------------------------------------------------
 
-COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
-LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-WRONG_ENVIRONMENTS = """variables | what is wrong
-WORLD_SIZE=2 | the environment has no RANK, MASTER_ADDR, MASTER_PORT: torchrun sets all of RANK, \
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-RANK= | has no RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun
-RANK=0 WORLD_SIZE=1 | the environment has no MASTER_ADDR, MASTER_PORT: torchrun
-RANK=0 MASTER_ADDR=host MASTER_PORT=29500 | the environment has no WORLD_SIZE: torchrun
-RANK=0 WORLD_SIZE= MASTER_ADDR=host MASTER_PORT=29500 | the environment has no WORLD_SIZE: torchrun
-RANK=2 WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=29500 | RANK 2 is not below WORLD_SIZE 2
-RANK=x WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=29500 | RANK is not a number: 'x'
-RANK=-1 WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=29500 | RANK is not a number: '-1'
-RANK=1 WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=tcp://10.0.0.1:80 | MASTER_PORT is not a number: 't
-RANK=1 WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=65536 | MASTER_PORT is not below 65536
-LOCAL_RANK= | LOCAL_RANK is not a number: ''
-LOCAL_WORLD_SIZE=0 | LOCAL_WORLD_SIZE is 0
+WRONG_FLAGS = """processes | flags | what the line names
+4 | --dp 3 | --dp 3, 4
+2 | --dp 2 --ep 2 | --ep 2, --experts
+3 | --experts 4 --ep 2 | --dp 3, --ep 2
+4 | --zero 1 --replicate 3 | --dp 4, --replicate 3
+2 | --pp 2 --replicate 2 | --replicate 2, --zero
+4 | --dtype bf16 --zero 0 --replicate 1 | --dtype bf16, --replicate 1, --zero
+4 | --dtype bf16 --zero 0 --replicate 2 | --dtype bf16, --replicate 2, --zero
+1 | --dtype bf16 --replicate 3 | --dtype bf16, --replicate 3, --zero
+2 | --experts 5 --ep 2 | --experts 5, --ep 2
+2 | --experts 4 --pp 2 --schedule dualpipe --overlap | --overlap, --ep 1
+2 | --experts 4 --ep 2 --topk-nodes 3 | --topk-nodes 3, only 1 nodes
+1 | --experts 2 --top-k 3 | --top-k 3, --experts 2
+4/2 | --experts 4 --ep 4 --topk-nodes 1 --top-k 3 | --topk-nodes 1, --top-k 3, --experts 4
+1 | --experts 2 --moe-every 9 --layers 8 | --moe-every 9, --layers 8
+2 | --experts 2 --tp 2 --seq-len 7 | --seq-len 7, --tp 2
+4 | --cp 4 --seq-len 12 | --seq-len 12, --cp 4
+6 | --cp 2 --tp 3 --sp --seq-len 8 --heads 3 --hidden 6 | --seq-len 8, --cp 2, --tp 3
+2 | --cp 2 --dropout 0.1 | --dropout 0.1, --cp 2
+4 | --cp 2 --tp 2 --heads 2 --cp-method ulysses | --heads 2, --tp 2, --cp 2
+3 | --cp 3 --heads 6 --kv-heads 2 --hidden 12 --seq-len 12 --cp-method ulysses | --kv-heads 2
+1 | --heads 3 | --hidden 128, --heads 3
+3 | --tp 3 | --kv-heads 4, --tp 3
+2 | --tp 2 --ffn 27 | --ffn 27, --tp 2
+4 | --tp 4 --vocab-size 3 | --tp 4, --vocab-size 3
+1 | --kv-heads 3 | --heads 4, --kv-heads 3
+1 | --min-lr 1 | --min-lr 1, --lr 0.003
+1 | --steps 20 --warmup 5 --decay-steps 16 | --decay-steps 16, --steps 20, --warmup 5
+1 | --block llama --hidden 12 | --block llama, --hidden 12, --heads 4
+4 | --pp 4 --layers 1 | --layers 1, 4 stages
+2 | --pp 2 --schedule interleaved --microbatches 3 | --schedule interleaved, --microbatches 3
+3 | --pp 3 --schedule dualpipe | --schedule dualpipe, --pp 3
+2 | --pp 2 --schedule interleaved --chunks 99999999 | --layers 4, --chunks 99999999
+2 | --pp 2 --batch-size 5 --microbatches 2 | --batch-size 5, --microbatches 2
+8 | --recompute full --recompute-layers 5 | --recompute-layers 5, 4
+1 | --checkpoint DIR --keep 0 | --keep, 0
+1 | --dropout 1 | --dropout, 1
+1 | --block llama --rope-theta 0 | --rope-theta, 0
+1 | --sample -1 | --sample, -1
+1 | --temperature -0.1 | --temperature, -0.1
+1 | --temperature inf | --temperature, inf
+1 | --steps 9999999999 | --steps, 9999999999
+8 | --layers 100000 | --layers, 100000
+8 | --pp 8 --microbatches 100000 | --microbatches, 100000
+1 | --block mistral | --block, mistral
+1 | --moments fp16 | --moments, fp16
+1 | --zero 4 | --zero, 4
+1 | --lr fast | --lr, fast
+1 | --batch 8 | --batch 8
+1 | --seq_len=8 | --seq_len=8
+1 | --resume-step 5 | --resume-step 5
 """
 
 
-def _set(monkeypatch, variables):
-    for name in (*COMPLETE, *LOCAL):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("line", WRONG_FLAGS.splitlines()[1:])
+def test_wrong_flags_are_one_line_that_names_them(line):
+    world_size, flags, names = line.split(" | ")
+    with pytest.raises(ValueError) as error:
+        _parse(flags, world_size)
+    assert "\n" not in str(error.value)
+    for name in names.split(", "):
+        assert name in str(error.value)
 
 
-@pytest.mark.parametrize("line", WRONG_ENVIRONMENTS.splitlines()[1:])
-def test_an_incomplete_environment_is_one_line_and_nothing_is_waited_for(line, monkeypatch, capsys):
-    variables, message = line.split(" | ")
-    _set(monkeypatch, dict(word.split("=", 1) for word in variables.split()))
-    monkeypatch.setattr(hybrid, "join", lambda *_: pytest.fail("began to wait"))
+def _parse(flags, world_size):
+    """Parse flags for so many processes, such as "4", or "4/2" if two of them share a node."""
+    return hybrid.parse(flags.split(), *map(int, world_size.split("/")))
+
+
+def test_every_rule_refuses_a_row_of_the_table():
+    refused = set()
+    find = hybrid.broken
+    with patch.object(hybrid, "broken", lambda rules, args: _noted(find, rules, args, refused)):
+        for line in WRONG_FLAGS.splitlines()[1:]:
+            world_size, flags, _ = line.split(" | ")
+            with pytest.raises(ValueError):
+                _parse(flags, world_size)
+    assert refused == {*hybrid.RULES}
+
+
+def _noted(find, rules, args, refused):
+    for rule, fault in rules.items():
+        for sentence in find({rule: fault}, args):
+            refused.add(rule)
+            yield sentence
+
+
+WRONG_FILES = """flags | what the line names
+--data MISSING | --data MISSING
+--data HALF | val.bin
+--data PIPE | --data PIPE
+--data /dev/zero | --data /dev/zero
+--checkpoint TEXT | --checkpoint TEXT
+--metrics no/such/folder/log | --metrics no/such/folder/log
+--metrics PIPE | --metrics PIPE
+"""
+
+
+@pytest.mark.parametrize("line", WRONG_FILES.splitlines()[1:])
+@on_ranks(2)
+def test_a_wrong_file_is_the_same_error_on_all_ranks_before_the_first_step(line, tmp_path):
+    flags, named = line.split(" | ")
+    os.chdir(tmp_path)
+    if dist.get_rank() == 0:
+        Path("TEXT").write_text("text")
+        os.mkfifo("PIPE")
+        Path("HALF").mkdir()
+        Path("HALF/train.bin").write_bytes(bytes(2000))
+    dist.barrier()
+    no_step = patch.object(hybrid.Trainer, "step", None)
+    with pytest.raises(hybrid.TrainingError) as found, no_step, redirect_stdout(io.StringIO()):
+        hybrid.train(hybrid.parse(flags.split(), 2), torch.device("cpu"))
+    os.chdir("/")
+    line = str(found.value)
+    assert found.value.status == 2 and named in line and "\n" not in line
+
+
+# ---- defaults ------------------------------------------------------------------------------------
+
+
+def test_without_flags_any_number_of_processes_trains_the_same_model():
+    one = hybrid.parse([], 1)
+    for world_size in range(1, 65):
+        args = hybrid.parse([], world_size)
+        assert args.batch_size % world_size == 0 and 16 <= args.batch_size < 16 + world_size
+        changed = {name for name in vars(one) if getattr(args, name) != getattr(one, name)}
+        assert changed <= {"dp", "batch_size", "world_size", "per_node", "zero"}
+        assert args.zero == (world_size > 1)
+    bf16 = hybrid.parse("--dtype bf16 --zero 0".split(), 4)
+    assert (bf16.zero, bf16.replicate) == (1, 4)  # fp32 weights that nothing divides
+    assert hybrid.parse("--dtype bf16 --zero 0 --replicate 4".split(), 4) == bf16
+    degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --zero 1"  # valid for any number of processes
+    assert [hybrid.parse(degrees.split(), n).dp for n in (1, 2, 3)] == [1, 2, 3]
+
+
+DEFAULTS = """processes | flags | microbatches | batch
+1 | | 1 | 16
+2 | --pp 2 | 8 | 16
+64 | --pp 8 --tp 2 | 16 | 64
+3 | --pp 3 --layers 6 --schedule interleaved --batch-size 12 | 12 | 12
+16 | --pp 8 --schedule dualpipe | 16 | 32
+2 | --pp 2 --batch-size 1 | 1 | 1
+4 | --pp 2 --batch-size 28 | 2 | 28
+1 | --batch-size 7 | 1 | 7
+"""
+
+
+@pytest.mark.parametrize("line", DEFAULTS.splitlines()[1:])
+def test_a_pipeline_has_up_to_four_microbatches_per_stage_if_its_batch_allows(line):
+    world_size, flags, microbatches, batch_size = line.split("|")
+    args = hybrid.parse(f"--layers 32 {flags}".split(), int(world_size))
+    assert (args.microbatches, args.batch_size) == (int(microbatches), int(batch_size))
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def _main(folder, flags, work=lambda *_: None, per_node=None, **environment):
+    """Run main() on this rank as torchrun does; return (status, what it printed).
+
+    flags: those of each rank. per_node: the number of ranks on each rank's node.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / "store"), world_size)
+    per_node = per_node or [world_size] * world_size
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % per_node[rank]}
+    place |= {"LOCAL_WORLD_SIZE": per_node[rank]}
+    with (
+        patch.dict(os.environ, {name: str(value) for name, value in place.items()} | environment),
+        patch.object(dist, "rendezvous", lambda *_, **__: iter([(store, rank, world_size)])),
+        redirect_stdout(io.StringIO()) as printed,
+        redirect_stderr(printed),
+    ):
+        try:
+            status = hybrid.main(flags[rank].split(), work)
+        except SystemExit as end:
+            status = end.code
+    if dist.is_initialized():  # after --help, or what has gone wrong
+        dist.destroy_process_group()
+    # the ranks of a test leave a group at their end
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return status, printed.getvalue()
+
+
+UNLIKE = """a flag of rank 2 | what the only line names
+--layers 0 | rank 2, --layers
+--dp 5 | rank 2, --dp 5
+--zero 3 | rank 2, --zero 3, rank 0, --zero 1
+--lr 1 | rank 2, --lr 1.0, rank 0, --lr 0.003
+--device cuda | rank 2, --device cuda
+--timeout 5 | rank 2, --timeout 5, rank 0, --timeout 600
+"""
+
+
+@pytest.mark.parametrize("line", UNLIKE.splitlines()[1:])
+def test_wrong_flags_on_one_rank_end_all_ranks_with_one_line_and_status_2(line, tmp_path):
+    flag, names = line.split(" | ")
+    ended = run(3, _main, tmp_path, ["", "", flag])
+    assert [status for status, _ in ended] == [2, 2, 2]
+    (complaint,) = "".join(printed for _, printed in ended).splitlines()
+    assert all(name in complaint for name in (": error: ", *names.split(", ")))
+
+
+def _gpu_on_rank_1(folder, kind):
+    """Run main() where rank 1 finds a GPU and rank 0 does not."""
+    device = torch.device("cuda" if dist.get_rank() == 1 else "cpu")
+    with patch.object(hybrid, "choose_device", lambda *_: device):
+        return _main(folder, 2 * [f"--device {kind}"])
+
+
+def test_machines_with_and_without_gpus_are_unlike(tmp_path):
+    ended = run(2, _gpu_on_rank_1, tmp_path, "auto")
+    assert [status for status, _ in ended] == [2, 2]
+    assert "rank 1 has --device auto (cuda), rank 0 has --device auto (cpu)" in ended[0][1]
+
+
+def _see(args, device):
+    """Print what a rank has agreed on with the others."""
+    world = dist.distributed_c10d._get_default_group()
+    timeout = world._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    print(args.per_node, device, dist.get_backend(), timeout, args.checkpoint)
+
+
+NODES = [([2, 2, 4, 4, 4, 4], 2), ([4, 4, 4, 4, 2, 2], 2), ([1, 1, 2, 2, 2, 2], 1), ([3] * 6, 3)]
+
+
+@pytest.mark.parametrize("per_node, agreed", NODES)
+def test_ranks_agree_on_nodes_and_have_a_gloo_group_with_the_timeout_of_the_flag(
+    per_node, agreed, tmp_path
+):
+    """Paths may differ, and the flag's timeout holds from the first message on."""
+    flags = [f"--timeout 7 --checkpoint {rank}" for rank in range(6)]
+    for rank, ended in enumerate(run(6, _main, tmp_path, flags, _see, per_node)):
+        assert ended == (0, f"{agreed} cpu gloo 7.0 {rank}\n")
+
+
+def _fail(status):
+    raise hybrid.TrainingError("the disk is full", status)
+
+
+def test_an_error_that_all_ranks_raise_is_printed_once_and_gives_the_status(tmp_path):
+    ended = run(2, _main, tmp_path, ["", ""], _fail_with_status_3)
+    assert [status for status, _ in ended] == [3, 3]
+    assert "".join(printed for _, printed in ended).endswith(": error: the disk is full\n")
+    assert ended[1][1] == ""
+
+
+def _fail_with_status_3(*_):
+    _fail(3)
+
+
+SLOW = """processes, per node, flags | what a warning names
+8 8 --tp 8 --heads 8 |
+8 4 --tp 8 --heads 8 | --tp 8, 4 ranks
+8 4 --tp 4 --heads 8 |
+12 6 --tp 4 | --tp 4, 6 ranks
+4 4 --pp 4 --microbatches 8 |
+4 4 --pp 4 --microbatches 7 --batch-size 7 | --pp 4, --microbatches 7, idle
+4 4 --experts 4 --ep 4 |
+4 2 --experts 4 --ep 4 | --topk-nodes 2, 2 nodes of --ep 4
+4 2 --experts 4 --ep 4 --topk-nodes 1 |
+4 2 --experts 4 --ep 4 --top-k 1 |
+4 2 --experts 4 --ep 2 |
+"""
+
+
+@pytest.mark.parametrize("line", SLOW.splitlines()[1:])
+def test_a_slow_choice_is_warned_of_in_one_line(line):
+    choice, _, names = line.partition(" |")
+    world_size, per_node, flags = choice.split(" ", 2)
+    args = hybrid.parse(flags.split(), int(world_size), int(per_node))
+    found = [*hybrid.broken(hybrid.SLOW, args)]
+    assert len(found) == bool(names)
+    assert all(name.strip() in found[0] for name in names.split(",") if name)
+
+
+def _say(*_):
+    print("the work begins")
+
+
+def test_rank_0_prints_warnings_before_the_run_begins(tmp_path):
+    ended = run(4, _main, tmp_path, ["--tp 4 --device cpu"] * 4, _say, [2] * 4)
+    assert all(printed == "the work begins\n" for _, printed in ended[1:])
+    warning, begins = ended[0][1].splitlines()
+    assert ": warning: --tp 4: " in warning and begins == "the work begins"
+
+
+def _die_at(phase, folder):
+    """Run main() on ranks of which the last one dies when it comes to this function."""
+    function = getattr(hybrid, phase)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+
+    def die(*arguments, **options):
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+
+    with patch.object(hybrid, phase, die):
+        return _main(folder, ["--timeout 2 --dp 3"] * 3, _make_mesh)
+
+
+def _make_mesh(args, device):
+    hybrid.make_mesh(args, device=device)
+
+
+@pytest.mark.parametrize("phase", ["join", "agree", soak("make_mesh")])
+def test_a_rank_that_dies_before_groups_exist_ends_the_others_with_a_line(phase, tmp_path):
+    *others, dead = spawn(3, _die_at, phase, tmp_path, check=False)
+    assert dead.exitcode == -signal.SIGKILL
+    assert [outcome.result[0] for outcome in others] == [1, 1]
+    printed = [outcome.result[1] for outcome in others]
+    assert all(line.count("\n") <= 1 for line in printed) and any(printed)
+    assert all(re.match(r"\S+: error: rank \d: ", line) for line in printed if line)
+
+
+def test_a_variable_of_torchrun_that_is_missing_is_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert hybrid.main([]) == 2
-    (complaint,) = capsys.readouterr().err.splitlines()
-    assert ": error: " in complaint and message in complaint
-
-
-def test_without_a_launcher_a_process_is_alone_and_with_one_it_has_its_place(monkeypatch):
-    _set(monkeypatch, {"MASTER_ADDR": "host", "MASTER_PORT": "tcp://a-service-of-kubernetes"})
-    assert hybrid.launched() == (0, 1, 0, 1)
-    _set(monkeypatch, COMPLETE)
-    assert hybrid.launched() == (1, 4, 0, 4)
-    _set(monkeypatch, COMPLETE | LOCAL)
-    assert hybrid.launched() == (1, 4, 1, 2)
-
-
-@pytest.mark.parametrize("flags", ["", "--layers 0"])
-def test_a_process_whose_peers_do_not_come_ends_with_a_line(flags, monkeypatch, capsys):
-    _set(monkeypatch, COMPLETE)
-    monkeypatch.setattr(hybrid, "choose_device", lambda *_: (torch.device("cpu"), "gloo"))
-    nobody = Mock(side_effect=dist.DistNetworkError("timed out\nframe #0"))
-    monkeypatch.setattr(dist, "rendezvous", nobody)
-    status = hybrid.main(flags.split())
-    said = capsys.readouterr().err
-    if flags:  # rank 0 says what is wrong with them
-        assert (status, said) == (2, "")
-    else:
-        line = "error: rank 1 has not met all others at host:29500: timed out\n"
-        assert status == 1 and said.endswith(line) and said.count("\n") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ": error: " in line and "WORLD_SIZE" in line
 
 
 def _take_memory_of_torch(*_):
@@ -318,23 +572,42 @@ def test_a_rank_without_memory_says_so_in_one_line(work, monkeypatch, capsys):
     dist.destroy_process_group()
 
 
+@on_ranks(2)
+def test_a_group_of_the_mesh_waits_for_other_ranks_as_long_as_the_flag_says():
+    mesh = hybrid.make_mesh(hybrid.parse("--dp 2 --timeout 7".split(), 2))
+    gloo = mesh.dp_cp_group._get_backend(torch.device("cpu"))
+    assert gloo.options._timeout.total_seconds() == 7
+
+
+def test_processes_have_one_gpu_each_with_nccl_or_share_gpus_with_gloo(monkeypatch):
+    def choose(gpus, kind, *place):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        args = hybrid.parse(["--device", kind], 1)
+        device = hybrid.choose_device(args, *place)
+        return f"{device} {'nccl' if hybrid.over_nccl(args, device) else 'gloo'}"
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for kind in ("cuda", "shared"):
+        with pytest.raises(ValueError, match=f"--device {kind}: there is no GPU"):
+            choose(0, kind, 0, 1)
+    with pytest.raises(ValueError, match="2 GPUs for 4 .*--device cuda if .*--device shared if"):
+        choose(2, "auto", 3, 4)
+    assert choose(0, "auto", 0, 1) == "cpu gloo"
+    assert choose(2, "auto", 1, 2) == "cuda:1 nccl"
+    assert choose(2, "shared", 3, 4) == "cuda:1 gloo"
+    assert choose(2, "cpu", 0, 1) == "cpu gloo"
+    assert choose(1, "cuda", 3, 4) == "cuda:0 nccl"  # each process sees only its own GPU
+    with pytest.raises(ValueError, match="--dtype tf32 needs a GPU"):
+        hybrid.choose_device(hybrid.parse(["--dtype", "tf32", "--device", "cpu"], 1))
+
+
 # ---- --help --------------------------------------------------------------------------------------
 
 
-def _help(monkeypatch, capsys, rank):
-    """Return what a rank prints for --help."""
-    monkeypatch.setattr(hybrid, "launched", lambda: (rank, 2, rank, 2))
-    with pytest.raises(SystemExit) as end:
-        hybrid.main(["--help"])
-    assert end.value.code == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    return printed.out
-
-
-def test_help_is_in_groups_and_is_printed_by_one_rank(monkeypatch, capsys):
-    text = _help(monkeypatch, capsys, 0)
-    assert _help(monkeypatch, capsys, 1) == ""
+def test_help_is_in_groups_and_is_printed_by_one_rank(tmp_path):
+    (status, text), (other, nothing) = run(2, _main, tmp_path, ["--help"] * 2)
+    assert (status, other, nothing) == (0, 0, "")
     groups = re.split(r"\n(\w+):\n", text.split("\n\nA flag that")[0])
     sections = zip(groups[3::2], groups[4::2], strict=True)
     flags_of = {title: re.findall(r"^  --([\w-]+)", body, re.M) for title, body in sections}
@@ -346,8 +619,7 @@ def test_help_is_in_groups_and_is_printed_by_one_rank(monkeypatch, capsys):
     for variable, value in hybrid.ENVIRONMENT.items():
         assert f"{variable}={value} " in text
     for needs in NEEDS.values():
-        assert f"needs {needs}" in re.sub(r"\s+", " ", text)
-    assert "needs --ep > 1; needs --schedule dualpipe or" in re.sub(r"\s+", " ", text)
+        assert f"needs {hybrid.as_flags(needs)}" in re.sub(r"\s+", " ", text)
 
 
 def _train(flags):
@@ -366,57 +638,3 @@ def test_the_example_in_help_runs():
 def test_torchrun_prints_help_once():
     done = torchrun(4, PROJECT / "hybrid.py", "--help")
     assert done.returncode == 0 and done.stdout.count("usage:") == 1
-
-
-# ---- warnings ------------------------------------------------------------------------------------
-
-# In units of F = W = 1 and B = 2, or 3 with recomputation. For p = m = 4, 1F1B is idle for
-# (p - 1)(F + B) = 9 of 9 + 4 x 3, and ZB-H1 for (p - 1)(F + B - 2W) = 3 of 15, or 6 of 22.
-WARNINGS = """processes, per node, flags | warning
-8 8 --tp 8 --heads 8 |
-8 4 --tp 8 --heads 8 | --tp 8 leaves a node of 4 processes: every layer waits for sums between nodes
-8 4 --tp 4 --heads 8 |
-12 6 --tp 4 | --tp 4 leaves a node of 6 processes: every layer waits for sums between nodes
-4 4 --pp 4 --microbatches 8 |
-4 4 --pp 4 --microbatches 4 | --schedule 1f1b a rank is idle for 43% of a step
-4 4 --pp 4 --microbatches 4 --recompute full | --schedule 1f1b a rank is idle for 43% of a step
-4 4 --pp 4 --microbatches 1 | --microbatches 1 is fewer than 2 * --pp 4: with --schedule 1f1b \
-a rank is idle for 75% of a step
-4 4 --pp 4 --microbatches 4 --schedule gpipe | a rank is idle for 43% of a step
-4 4 --pp 4 --microbatches 4 --schedule naive | a rank is idle for 75% of a step
-4 4 --pp 4 --microbatches 4 --schedule interleaved --layers 8 | a rank is idle for 27% of a step
-4 4 --pp 4 --microbatches 4 --schedule zb-h1 | a rank is idle for 20% of a step
-4 4 --pp 4 --microbatches 4 --schedule zb-h1 --recompute full | a rank is idle for 27% of a step
-4 4 --pp 4 --microbatches 4 --schedule zb-h2 | a rank is idle for 25% of a step
-4 4 --pp 4 --microbatches 4 --schedule zb-v --layers 8 | a rank is idle for 20% of a step
-4 4 --pp 4 --microbatches 8 --schedule dualpipe --layers 8 |
-4 4 --experts 4 --ep 4 |
-4 2 --experts 4 --ep 4 | --ep 4 spans 2 nodes: without --topk-nodes, a token may use experts on 2 \
-of them
-4 2 --experts 4 --ep 4 --topk-nodes 1 |
-4 2 --experts 4 --ep 4 --top-k 1 |
-4 2 --experts 4 --ep 2 |
-"""
-
-
-@pytest.mark.parametrize("line", WARNINGS.splitlines()[1:])
-def test_a_slow_choice_is_warned_of_in_one_line(line):
-    choice, _, warning = line.partition(" |")
-    world_size, per_node, flags = choice.split(" ", 2)
-    found = hybrid.warnings_of(hybrid.parse(flags.split(), int(world_size), int(per_node)))
-    assert len(found) == bool(warning)
-    assert not warning or warning.strip() in found[0]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_prints_warnings_before_the_run_begins(rank, monkeypatch, capsys):
-    monkeypatch.setattr(hybrid, "launched", lambda: (rank, 4, rank, 2))
-    monkeypatch.setattr(hybrid, "meet", lambda _: (dist.HashStore(), 0, 1))
-    monkeypatch.setattr(hybrid, "join", lambda *_: None)
-    monkeypatch.setattr(hybrid, "barrier", lambda *_: None)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    said = []
-    work = lambda *_: said.append(capsys.readouterr().err)
-    assert hybrid.main("--tp 4 --device cpu".split(), work) == 0
-    lines = said[0].splitlines()
-    assert [": warning: --tp 4 leaves a node" in line for line in lines] == [True] * (rank == 0)

@@ -22,7 +22,7 @@ from pipeline import (
     SCHEDULES, SHORT, Action, Pipeline, Schedule, Turns, claim, dualpipe_v, pair_up, program,
     simulate,
 )
-from ranks import on_ranks, run, shifted, spawn
+from ranks import on_ranks, shifted, spawn
 
 # ---- schedules -----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import placement
 import rehearse
+from hybrid import boxes_between, views_in_whole
 from ranks import soak
 from reference_gpt import reference_gpt
 
@@ -72,4 +73,17 @@ def test_over_all_ranks_each_weight_counts_once(flags):
 def test_an_invalid_flag_is_one_line(capsys):
     assert placement.main("--gpus 8 --tp 3".split()) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("placement.py: error: --pp 1 * ") and err.count("\n") == 1
+    assert out == "" and err.startswith("placement.py: error: --pp 1 ") and err.count("\n") == 1
+
+
+def test_a_range_of_a_flattened_matrix_is_cut_into_at_most_three_boxes():
+    expected = [([0, 1], (1, 1)), ([1, 0], (2, 2)), ([3, 0], (1, 1))]
+    assert list(boxes_between((4, 2), 1, 7)) == expected
+
+
+def test_a_single_number_is_saved_by_the_rank_that_has_it():
+    number = torch.nn.Parameter(torch.tensor(2.0))
+    assert views_in_whole(number, number) == ((), {(): number})
+    piece = torch.nn.Parameter(torch.empty(0))  # of a rank whose shard lacks it
+    piece.whole_shape, piece.offset = (), 1
+    assert views_in_whole(piece, piece) == ((), {})

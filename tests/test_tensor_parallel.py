@@ -26,11 +26,11 @@ from replicas import assert_close, demonstration, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
     AlexNet, ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
-    ShardedRandomState, VocabParallelEmbedding, alexnet_bytes, attention, boxes_between,
+    ShardedRandomState, VocabParallelEmbedding, alexnet_bytes, attention,
     check_gradients_over_tp, column_linear, column_parallel_linear, mark_sum_over_tp,
     parameters_to_sum_over_tp, row_linear, row_parallel_linear, set_shard, shards_of,
-    sum_gradients_over_tp, tensor_parallel_layer_bytes, views_in_whole,
-    vocab_parallel_cross_entropy,
+    sum_gradients_over_tp,
+    tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
@@ -526,19 +526,6 @@ def test_on_a_gpu_fp32_keys_and_values_are_repeated_because_no_kernel_shares_hea
         assert kernel.call_args.kwargs["enable_gqa"] != repeated
 
 
-def test_a_range_of_a_flattened_matrix_is_cut_into_at_most_three_boxes():
-    expected = [([0, 1], (1, 1)), ([1, 0], (2, 2)), ([3, 0], (1, 1))]
-    assert list(boxes_between((4, 2), 1, 7)) == expected
-
-
-def test_a_single_number_is_saved_by_the_rank_that_has_it():
-    number = nn.Parameter(torch.tensor(2.0))
-    assert views_in_whole(number, number) == ((), {(): number})
-    piece = nn.Parameter(torch.empty(0))  # of a rank whose shard lacks it
-    piece.whole_shape, piece.offset = (), 1
-    assert views_in_whole(piece, piece) == ((), {})
-
-
 # ---- vocabulary ----------------------------------------------------------------------------------
 
 
@@ -632,7 +619,8 @@ def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, rep
         logits, before = full[:, own].clone().requires_grad_(), (target.clone(), 1 * grad_output)
         arguments = logits, target, V, ignore_index, group, inplace, smoothing
         losses = vocab_parallel_cross_entropy(*arguments)
-        assert torch.equal(logits, full[:, own]) != inplace or tp > logits.shape[1]
+        overwrites = inplace and not (smoothing and dtype is torch.bfloat16)
+        assert torch.equal(logits, full[:, own]) != overwrites or tp > logits.shape[1]
         assert losses.dtype == grad_output.dtype and losses[target == ignore_index].eq(0).all()
         assert_close(losses.double(), expected, loss_error)
         (found,) = torch.autograd.grad(losses, logits, grad_output, retain_graph=True)
@@ -768,9 +756,9 @@ def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
         assert traffic.bytes() - sent == 4 * (backward + again) * elements * share
 
 
-@pytest.mark.parametrize("smoothing, numbers", [(0.0, 2), (0.1, 3)])
+@pytest.mark.parametrize("smoothing, sums", [(0.0, [2]), (0.1, [1, 2])])
 @in_layouts(*LAYOUTS)
-def test_the_loss_reduces_3_floats_per_token_or_4_with_smoothing(tp, replicas, smoothing, numbers):
+def test_the_loss_reduces_3_floats_per_token_or_4_with_smoothing(tp, replicas, smoothing, sums):
     N = 384  # each tp divides it into parts of a multiple of 128 bytes
     logits, group = torch.randn(N, 5, requires_grad=True), interleaved_group(tp, replicas)[0]
     arguments = logits, torch.arange(N) % 5, 5 * tp, -100, group
@@ -779,8 +767,9 @@ def test_the_loss_reduces_3_floats_per_token_or_4_with_smoothing(tp, replicas, s
         forward = traffic.bytes(), len(traffic.sent)
         losses.sum().backward()
     assert traffic.bytes() == forward[0], "backward needs no message"
-    # Two all-reduces: a maximum of N floats, and a sum of 2 N or 3 N floats.
-    assert forward == (2 * (1 + numbers) * N * 4 * (tp - 1) // tp, 2 * 2 * (tp - 1))
+    # an all-reduce of a maximum of N floats, and one for each sum of so many times N floats
+    nbytes = 2 * (1 + sum(sums)) * N * 4 * (tp - 1) // tp
+    assert forward == (nbytes, (1 + len(sums)) * 2 * (tp - 1))
 
 
 # ---- dropout -------------------------------------------------------------------------------------
@@ -952,8 +941,8 @@ def test_errors_name_sizes_that_cannot_be_split():
         (lambda: ParallelSelfAttention(24, 6, 2), "kv_heads=2 is not divisible by tp=3"),
         (lambda: ParallelSelfAttention(18, 9, 6), "kv_heads=6, heads=9 and hidden=18"),
         (lambda: row(torch.zeros(4, 2, 1)), "T=4 is not divisible by tp=3"),
-        (lambda: AlexNet(**SMALL), "groups=2 is not divisible by tp=3"),
-        (lambda: AlexNet(classes=10, groups=6), "groups=6 does not divide each of .* classes=10"),
+        (lambda: AlexNet(**SMALL), "tp=3 does not divide groups=2"),
+        (lambda: AlexNet(classes=10, groups=6), "groups=6, or that not each of .* classes=10"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

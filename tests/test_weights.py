@@ -427,7 +427,7 @@ llama {"num_key_value_heads": 4} | self_attn.k_proj.weight is (16, 32), and not 
 llama {"intermediate_size": 20} | mlp.gate_proj.weight is (18, 32), and not (20, 32)
 llama {"tie_word_embeddings": true} | lm_head.weight is not the embedding's weight
 mixtral {"num_experts_per_tok": 1} | --top-k 1 is no Mixtral
-mixtral {"num_experts_per_tok": 5} | --top-k 5 is more than --experts 4
+mixtral {"num_experts_per_tok": 5} | --experts 4 --top-k 5: 
 mixtral {"num_local_experts": 8} | block_sparse_moe.experts.4.w1.weight is missing
 """
 
@@ -453,7 +453,7 @@ import OTHER new | OTHER new: not the weights of a GPT-2 or Llama: KeyError('tra
 import NO_LN new | NO_LN new: transformer.h.1.ln_2.weight is missing
 import UNTIED new | UNTIED new: lm_head.weight is not the embedding's weight
 import FILE new --layers 2 | transformer.h.2.attn.c_attn.bias has no place in the model
-import FILE new --heads 5 | --hidden 32 is not divisible by --heads 5
+import FILE new --heads 5 | --hidden 32 --heads 5: 
 import FILE new --block llama | --block llama differs from the file's, gpt2
 import FILE new --experts 4 | transformer.h.0.mlp.experts.w_in is missing
 import FILE new --sequence 5 | unrecognized arguments: --sequence 5
@@ -463,7 +463,7 @@ export there no/such | no/such
 export experts OUT | --experts 4 is no GPT-2
 export groups OUT | --kv-heads 2 is no GPT-2
 export untied OUT | --head untied is no GPT-2
-export empty OUT | empty/step_00000000/run.json does not hold the flags of a run: KeyError: 'sha256'
+export empty OUT | empty/step_00000000/run.json does not hold the flags of a run: KeyError: 'checksum'
 import EMPTY.safetensors new | No such file or directory: 'EMPTY.safetensors'
 import FILE.safetensors new | FILE.safetensors is not a safetensors file: JSONDecodeError: E
 import TORCH.safetensors new | UnicodeDecodeError: 'utf-32-be' codec can't decode bytes in pos
@@ -510,7 +510,7 @@ def write_checkpoint(name, source, **flags):
     path = Path(name, "step_00000000", "run.json")
     run = json.loads(path.read_text()) | flags
     run.pop("checksum")
-    path.write_text(json.dumps(run))
+    hybrid.write_run(path.parent, run)
 
 
 def write_files():

@@ -192,8 +192,8 @@ class Watch(TorchDispatchMode):
         nest = lambda rest: [nest(rest[1:]) for _ in range(rest[0])] if rest else number
         return nest(shape)
 
-    def hops_of(self, plan, hops=expert_parallel.DispatchPlan.hops):
-        """Stand in for DispatchPlan.hops(): a rank sends as many rows as it receives if loads are even.
+    def parts_of(self, plan, parts=expert_parallel.DispatchPlan.parts):
+        """Stand in for DispatchPlan.parts(): a rank sends as many rows as it receives if loads are even.
 
         Of two hops the second one starts with as many tokens as have arrived in the first one.
         """
@@ -201,7 +201,7 @@ class Watch(TorchDispatchMode):
         crosses = len({rank // self.per_node for rank in ranks}) > 1
         of_token = self.nodes_of_token if crosses else self.top_k / self.nodes_of_token
         self.rows = round(sum(plan.num_tokens) * of_token)
-        return hops(plan)
+        return parts(plan)
 
     def streams(self):
         """Return stand-ins for torch.cuda's streams; work is done as soon as it is launched."""
@@ -272,7 +272,7 @@ def _patches(watch):
     yield patch.object(hybrid, "initialize", ignore)  # it draws real numbers
     yield patch.object(torch.nn.Module, "_apply", _apply)
     plan = expert_parallel.DispatchPlan
-    yield patch.object(plan, "hops", lambda plan: watch.hops_of(plan))
+    yield patch.object(plan, "parts", lambda plan: watch.parts_of(plan))
     yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
     yield patch.object(FakeTensor, "data_ptr", _address)
     yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)

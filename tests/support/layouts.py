@@ -106,8 +106,10 @@ def make_trainer(flags, dtype=torch.float32, device=torch.device("cpu")):
     if "NODES" in words:  # the ranks of ep are on two nodes
         words.remove("NODES")
         per_node = int(words[words.index("--ep") + 1]) // 2
+    if device.type == "cuda" and "nccl" not in dist.get_backend_config():
+        words += ["--device", "shared"]
     args = hybrid.parse(words, dist.get_world_size(), per_node)
-    return hybrid.Trainer(args, hybrid.make_mesh(args), device)
+    return hybrid.Trainer(args, hybrid.make_mesh(args, device=device), device)
 
 
 def train(flags, dtype, steps=RUN):

@@ -41,17 +41,12 @@ class Gpu(NamedTuple):
         return nbytes / (self.moves * gb_per_second * 1e9)
 
 
-def bf16(name):
-    """Return the peak of dense bf16 products in TFLOP/s of a GPU with this full name."""
-    return PEAK_TFLOPS[name]["bf16"]
-
-
 GPUS = {  # 80 GiB are 86 GB, of which CUDA, NCCL and fragmentation take 6 GB
-    "a100": Gpu(bf16("NVIDIA A100-SXM4-80GB"), 80, 2039, 300, 25, 0.69, 0.81),
-    "h100": Gpu(bf16("NVIDIA H100 80GB HBM3"), 80, 3350, 450, 50),
-    "h800": Gpu(bf16("NVIDIA H800"), 80, 3350, 200, 50),
-    "h200": Gpu(bf16("NVIDIA H200"), 141, 4800, 450, 50),
-    "b200": Gpu(bf16("NVIDIA B200"), 180, 8000, 900, 50),
+    "a100": Gpu(PEAK_TFLOPS["NVIDIA A100-SXM4-80GB"], 80, 2039, 300, 25, 0.69, 0.81),
+    "h100": Gpu(PEAK_TFLOPS["NVIDIA H100 80GB HBM3"], 80, 3350, 450, 50),
+    "h800": Gpu(PEAK_TFLOPS["NVIDIA H800"], 80, 3350, 200, 50),
+    "h200": Gpu(PEAK_TFLOPS["NVIDIA H200"], 141, 4800, 450, 50),
+    "b200": Gpu(PEAK_TFLOPS["NVIDIA B200"], 180, 8000, 900, 50),
     "tpu-v5p": Gpu(459, 95, 2765, 180, 180),
 }
 # Narayanan et al., 2021, table 1: {billions of parameters: (layers, hidden, heads)}

@@ -269,21 +269,24 @@ def _time_pipelines(num_microbatches, rounds):
     contenders, store = {}, WeightGradStore()
     like = {"shape": (2, *inputs.shape[1:]), "defer": store}
 
-    def cut(route):
+    def cut(schedule):
+        """Return this rank's stages, which can defer products if the schedule has Ws."""
+        (route,) = schedule.routes
         size = len(layers) // len(route)
         stages = {}
         for i, (place, chunk) in enumerate(route):
             if place == rank:
                 part = layers[i * size : (i + 1) * size]
                 stages[chunk] = copy.deepcopy(nn.Sequential(*part))
-        for module in (module for stage in stages.values() for module in stage.modules()):
-            if isinstance(module, nn.Linear):
-                module.__class__, module.defer = DeferredLinear, store
+        if any(action.kind == "W" for action in schedule[rank]):
+            for module in (module for stage in stages.values() for module in stage.modules()):
+                if isinstance(module, nn.Linear):
+                    module.__class__, module.defer = DeferredLinear, store
         return [stages[chunk] for chunk in sorted(stages)]
 
     for name, (kind, indices, mine) in _torch_schedules().items():
         schedule = SCHEDULES[mine](p, num_microbatches)
-        ours = Pipeline(cut(schedule.routes[0]), schedule, loss_fn, **like)
+        ours = Pipeline(cut(schedule), schedule, loss_fn, **like)
         contenders[f"ours, {name}"] = partial(ours.step, inputs, targets)
         count = len(indices(rank, p)) * p
         size = len(layers) // count
@@ -479,7 +482,7 @@ def _time_gpt(device, rounds):
     flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in GPT_350M.items())
     flags += f" --batch-size {SEQUENCES} --microbatches 1 --dtype bf16"
     args = hybrid.parse(flags.split(), 1)
-    trainer = hybrid.Trainer(args, hybrid.make_mesh(args), device)
+    trainer = hybrid.Trainer(args, hybrid.make_mesh(args, device=device), device)
     tokens = torch.randint(GPT_350M["vocab_size"], (SEQUENCES, GPT_350M["seq_len"] + 1))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

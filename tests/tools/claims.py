@@ -259,7 +259,7 @@ CLASSES = [
         "a peer is silent",
         ["switch or cable", "network card", "NCCL watchdog timeout"],
         "ends after `--timeout`, names operation, group and peer, and restarts",
-        [("collectives", "a_lost_peer"), ("hybrid", "as_long_as_the_flag_says")],
+        [("collectives", "a_lost_peer"), ("flags", "as_long_as_the_flag_says")],
     ),
     Class(
         "an error in a program",

@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 import hybrid
 import rehearse
-from tensor_parallel import views_in_whole
 
 COLUMNS = "parameter", "whole", "split", "cut", "summed", "begins", "counts"
 
@@ -51,7 +50,7 @@ def sums_of(row, trainer):
 
 def cells_of(row, trainer):
     """Return what the table says of a parameter besides its name."""
-    whole, _ = views_in_whole(row.tensor, row.tensor, row.shard)
+    whole, _ = hybrid.views_in_whole(row.tensor, row.tensor, row.shard)
     split = ranks_of(row.home.split_group) if row.shard else ""
     cut = ranks_of(row.home.shard_group) if trainer.args.zero else ""
     begins = row.initial

@@ -532,7 +532,7 @@ def pieces_of(args, most=200_000):
         more = {"topk_nodes": min(args.topk_nodes or nodes, nodes), "world_size": args.gpus}
         more["per_node"] = args.machine.per_node
         try:
-            hybrid.check(argparse.Namespace(**vars(args) | grid._asdict() | args.given | more))
+            hybrid.check(argparse.Namespace(**vars(args) | grid._asdict() | args.given | more), {})
         except ValueError as error:
             refused.append(error)
             continue
@@ -548,7 +548,7 @@ def pieces_of(args, most=200_000):
     return found
 
 
-CAN_OVERLAP = hybrid.WITH_PAIRS.split(" or ")
+CAN_OVERLAP = hybrid.WITH_PAIRS
 
 
 def pipelines_of(args, piece):
@@ -641,13 +641,15 @@ def parse(argv):
     args.min_lr = args.decay_steps = 0  # check() compares them, but a plan has no learning rate
     usual = 2**24 // args.seq_len if args.model else math.ceil(16 / args.gpus) * args.gpus
     args.batch_size = args.batch_size or usual
-    known = {"--experts", "--block llama"}  # the plan chooses the other things that flags need
+    known = {"experts > 0", "block == 'llama'"}  # the plan chooses the other things that flags need
     if "recompute" in given:
-        known.add("--recompute full")
+        known.add("recompute == 'full'")
     if "schedule" in given:
-        known.add(f"--schedule {hybrid.WITH_PAIRS}")
-    needy = [flag for flag in hybrid.FLAGS if flag.metadata.get("needs") in known]
-    hybrid.check_needs(args, {flag.name: given.get(flag.name) for flag in needy})
+        known.add(f"schedule in {CAN_OVERLAP}")
+    for flag in hybrid.FLAGS:
+        needs, value = flag.metadata.get("needs"), given.get(flag.name)
+        if needs in known and value is not None and not hybrid.holds(needs, args):
+            raise ValueError(f"{hybrid.as_typed(flag.name, value)} needs {hybrid.as_flags(needs)}")
     return args
 
 

@@ -133,7 +133,7 @@ def work(path, flags, args, device):
             raise hybrid.TrainingError(f"{hybrid.as_typed(name, given[name])} has no use here", 2)
     file = hybrid.on_all_ranks(open, path if dist.get_rank() == 0 else os.devnull, "w")
     data, _ = hybrid.read_data(args)
-    trainer = hybrid.Trainer(args, hybrid.make_mesh(args), device)
+    trainer = hybrid.Trainer(args, hybrid.make_mesh(args, device=device), device)
     sizes = args.batch_size, args.seq_len, args.seed, trainer.own_rows()
     for step in range(args.steps - 1):
         trainer.step(*data.batch(step, *sizes))

@@ -132,7 +132,7 @@ def draw(random, world_size):
         flags |= {"experts": world_size * math.ceil(4 / world_size), "top_k": top_k}
         flags |= {"balance": pick(("aux", "bias", "none")), "shared_experts": pick((0, 1))}
         flags |= {"moe_every": min(flags["layers"], pick((1, 2))), "ep": pick((1, 2, 4, 8))}
-        if flags["schedule"] in hybrid.WITH_PAIRS.split(" or "):
+        if flags["schedule"] in hybrid.WITH_PAIRS:
             flags |= {"overlap": pick((None, True))}
     typed = [hybrid.as_typed(*flag) for flag in flags.items() if flag[1] is not None]
     return [*typed, (pick((1, 2)), typed[-1])]
@@ -335,7 +335,7 @@ def judge(args, device, groups):
 
     groups: the process groups of earlier layouts, which are reused.
     """
-    recorded = record(args, hybrid.make_mesh(args, groups), device)
+    recorded = record(args, hybrid.make_mesh(args, groups, device), device)
     found = compare(args, device, *recorded) if dist.get_rank() == 0 else {}
     worst = max(found.items(), key=lambda item: item[1], default=("", 0.0))
     return max(gather_objects(worst[::-1]))

@@ -372,7 +372,7 @@ def take(path, folder, more):
     with unfinished(folder / "step_00000000") as part:
         dcp.save({"model": weights}, checkpoint_id=part)
         digests = hybrid.digests_of([*part.iterdir()])
-        hybrid.write_run(part, hybrid.flags_of(args) | {"sha256": digests})
+        hybrid.write_run(part, hybrid.flags_of(args) | {"step": 0, "sha256": digests})
     words = ["hybrid.py", "--checkpoint", str(folder)]
     for name in flags | typed:
         words += hybrid.as_typed(name, getattr(args, name)).split(" ", 1)
