@@ -929,23 +929,26 @@ def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
 
 def _demonstrate():
     rank, P = rank_and_size()
-    N, D, E, k = 64, 32, 2 * P, 2
-    torch.manual_seed(rank)
-    x = torch.randn(N, D).double().requires_grad_()
-    experts = torch.randint(E, (N, k))
-    weights = torch.rand(N, k).double()
-    # in place of MLPs, expert e multiplies by e
-    factors = torch.arange(E).view(P, -1, 1)[rank]
-    compute = lambda rows, _, sizes: rows * factors.repeat_interleave(sizes, 0)
+    N, D = 64, 32
+    torch.manual_seed(0)  # all ranks draw the same
+    router = torch.randn(P, D).double()
+    tokens = torch.randn(P, N, D).double()
+    mlp = lambda: nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)).double()
+    experts = [mlp() for _ in range(P)]
+    x = tokens[rank].clone().requires_grad_()
     with count_bytes() as traffic:
-        y = dispatch_and_combine(x, experts, weights, E, compute)
-    y.sum().backward()
+        y = switch_layer(x, router, experts[rank])
+    y.square().sum().backward()
     if rank == 0:
-        factor = (weights * experts).sum(1, keepdim=True)
-        error = max((y - x * factor).abs().max(), (x.grad - factor).abs().max())
-        even = expert_parallel_bytes(N, k, D, P, 8)
-        even = f"{even} without counts if even"
-        print(f"{P} ranks, {E} experts, top {k}: {traffic.bytes()} bytes sent, {even}")
+        alone = tokens[0].clone().requires_grad_()
+        weights, chosen = F.linear(alone, router).softmax(-1).max(-1)
+        results = torch.stack([expert(alone) for expert in experts], 1)  # (N, P, D)
+        whole = weights.unsqueeze(1) * results[torch.arange(N), chosen]
+        whole.square().sum().backward()
+        error = max((y - whole).abs().max(), (x.grad - alone.grad).abs().max())
+        even = expert_parallel_bytes(N, 1, D, P, 8)
+        sent = f"{traffic.bytes()} bytes sent, {even} without counts if even"
+        print(f"switch_layer() over {P} ranks, one expert each: {sent}")
         print(f"largest difference from one process's results and gradients: {error:.1e}")
 
 
