@@ -33,7 +33,15 @@ WRONG = {
     ),
     "a chunk's index is off by one": (
         "ring_all_reduce", "(rank - step - 2)", "(rank - step - 3)",
-        "the tensor of 131,072 is wrong: element [",
+        "the tensor of 131,072 elements is wrong: element [",
+    ),
+    "the source is not named": (
+        "ring_all_reduce",
+        "plain_exchange([(outgoing, (rank + 1) % P)], [(arriving, (rank - 1) % P)], group)",
+        "request = dist.isend(outgoing, group=group, group_dst=(rank + 1) % P)\n"
+        "        dist.recv(arriving, group=group)\n"
+        "        request.wait()",
+        "ranks 0 and 1: a message is received from any rank, so it may be another: name its source",
     ),
     "chunks have unlike lengths": (
         "ring_all_reduce", "torch.empty_like(own)", "torch.empty_like(chunks[-1])",
@@ -172,7 +180,7 @@ WRONG = {
     ),
     "gradients come from the wrong side": (
         "gpipe_step", "(grad_output, rank + 1)", "(grad_output, rank - 1)",
-        "",
+        "rank 1: waited in vain for rank 0 to receive 128 bytes",
     ),
     "the warm-up is too short": (
         "one_f_one_b_step", "warmup = min(m, last - rank)", "warmup = 0",
@@ -196,7 +204,7 @@ WRONG = {
         "(weights.unsqueeze(1) * switch(x, experts, compute, group))[experts.argsort(stable=True)]",
         "Rows are sorted by expert, not as x is",
     ),
-    "an expert's gradient is averaged": (
+    "tokens get no gradient from experts": (
         "switch_layer", "compute, group)", "lambda rows: compute(rows.detach()), group)",
         "the gradient of x is wrong",
     ),
@@ -247,6 +255,7 @@ def test_a_mistake_is_named_to_whoever_has_made_it(mistake, tmp_path):
     write(name, old, new, tmp_path / "mine.py")
     with pytest.raises(Wrong) as info:
         judge(EXERCISES[name], str(tmp_path / "mine.py"), limit=2 if mistake in HANGS else 20)
+    print(info.value)  # pytest -rP shows it
     for part in said:
         assert part in str(info.value)
 

@@ -61,7 +61,7 @@ def all_reduces(mine, group, algorithm, rule, **options):
             mine(short, group=group, **options)
     for found, expected, of_ranks in zip((long, short), sums, everyone):
         mistakes = [(of_ranks[rank], "it is as it was before the call")]
-        check_same(f"the tensor of {found.numel():,}", found, expected, P, mistakes)
+        check_same(f"the tensor of {found.numel():,} elements", found, expected, P, mistakes)
     _, expected = all_reduce_cost(algorithm, long.nbytes, P, rank=rank, **options)
     return check_bytes(traffic.bytes(), expected, P, f"{rule} {long.nbytes:,}")
 

@@ -49,6 +49,7 @@ COLLECTIVES = (  # the methods of a process group that torch.distributed's colle
 )  # fmt: skip
 IN_VAIN = "waited in vain for"
 ERROR = "an error\n"
+ABANDONED = []  # messages that are pending where an exercise has failed: gloo may still use them
 LONGEST = 1 << 22  # bytes of a message, with its length
 
 
@@ -85,6 +86,7 @@ def watched(builds=None):
     tensor that receives it, and fills only a part of the tensor if it is shorter.
     """
     traffic = Traffic()
+    posted = []
     torch_send, torch_recv = dist.ProcessGroup.send, dist.ProcessGroup.recv
 
     def bytes_of(group, tensor):
@@ -98,7 +100,9 @@ def watched(builds=None):
         data = bytes_of(group, *tensors)
         traffic.sent.append(("send", group, peer, len(data)))
         length = torch.tensor([len(data)]).view(torch.uint8)
-        work = torch_send(group, [torch.cat([length, data])], peer, tag)
+        leaving = torch.cat([length, data])
+        work = torch_send(group, [leaving], peer, tag)
+        posted.append((work, leaving))
         return Message(work, f"rank {peer} to receive {len(data):,} bytes")
 
     def recv(group, tensors, peer, tag):
@@ -113,7 +117,11 @@ def watched(builds=None):
             data.copy_(arriving[8 : 8 + length])
 
         work = torch_recv(group, [arriving], peer, tag)
+        posted.append((work, arriving))
         return Message(work, f"rank {peer} to send {len(data):,} bytes", finish)
+
+    def recv_anysource(*_):
+        raise Wrong("a message is received from any rank, so it may be another: name its source")
 
     instead = f"this exercise is to build {builds}" if builds else "use that of collectives.py"
 
@@ -125,11 +133,16 @@ def watched(builds=None):
         if builds and operation.name != "plain_exchange":
             raise Wrong(f"{operation.name}() is called: {instead}")
 
-    replaced = dict.fromkeys(COLLECTIVES, refuse) | {"send": send, "recv": recv}
+    replaced = dict.fromkeys(COLLECTIVES, refuse)
+    replaced |= {"send": send, "recv": recv, "recv_anysource": recv_anysource}
     with ExitStack() as stack, ranks.least_bytes(), observe(listen):
         for method, replacement in replaced.items():
             stack.enter_context(patch.object(dist.ProcessGroup, method, replacement))
-        yield traffic
+        try:
+            yield traffic
+        except Exception:
+            ABANDONED.extend(posted)
+            raise
 
 
 def check_bytes(sent, expected, P, rule, slack=0):
@@ -250,7 +263,8 @@ def complaint(error, path):
     frames = error.__traceback__
     while path and frames and frames.tb_frame.f_code.co_filename != str(path):
         frames = frames.tb_next
-    lines = traceback.format_exception(type(error), error, frames or error.__traceback__)
+    frames = frames or error.__traceback__
+    lines = traceback.format_exception(type(error), error, frames, chain=False)
     return ERROR + "".join(lines)
 
 

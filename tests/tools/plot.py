@@ -109,9 +109,9 @@ def draw_schedule(name, num_stages, num_microbatches, overlap=False):
 
 
 def read_run(path):
-    """Return (flags, {step: metrics}) of a --metrics file. Steps done again count as they last were.
+    """Return (flags, {step: metrics}) of a --metrics file.
 
-    A run that was resumed has flags several times; the last are returned.
+    If a run was resumed, its flags stand there several times, and some steps twice. The last count.
     """
     flags = {}
     steps = {}
