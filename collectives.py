@@ -1119,8 +1119,8 @@ class _Thread:
 NCCL_STEP_BYTES = 1 << 22  # a batch takes the host 60 us, in which 400 Gbit/s carry 3 MB
 GLOO_STEP_BYTES = 1 << 17  # a step takes 0.1 ms, and a machine's memory carries 1 to 2 GB/s
 GLOO_STEP_BYTES_BETWEEN_NODES = 1 << 14  # 0.1 ms at 1 Gbit/s
-ONE_STEP_BYTES = 1 << 16  # NCCL, one node: for fewer bytes naive, since its P-1 messages are small
-LONG_BYTES = 1 << 21  # gloo: a longer tensor is cut into segments, which fit a core's cache
+ONE_STEP_BYTES = 1 << 16  # NCCL in one node: shorter tensors take 1 step in place of direct's 2
+LONG_BYTES = 1 << 21  # gloo: longer tensors take segments, which fit a core's cache
 
 
 @lru_cache(1 << 12)
@@ -1169,7 +1169,7 @@ def set_ranks_per_node(ranks_per_node, group=None):
 # the next ones travel. Scratch memory is bounded, too: a ring on gloo needs at most 16 MB, and
 # direct on NCCL 128 MB.
 
-SEGMENT = 1 << 21  # gloo: bytes of a chunk that travel in one message; 1 MB is up to 1.5x slower
+SEGMENT = 1 << 21  # gloo: bytes of a chunk that travel in one message; 1 MB was up to 1.6x slower
 DIRECT_BYTES = 1 << 26  # NCCL: the longest segment of a full tensor
 
 

@@ -152,7 +152,7 @@ def adjoint_error(case):
     gradient = draw(y, DUAL[kind_of_y], 50)
     y.backward(gradient)
     case.finish()
-    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad.detach() for x in inputs]
     changes = [draw(x, kind, 100 + i) for i, (x, kind) in enumerate(zip(inputs, kinds))]
     at_inputs = sum(map(pairing, changes, gradients, kinds))
     at_output = pairing(derivative(case.function, inputs, changes), gradient, kind_of_y)

@@ -245,7 +245,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         put(hybrid.Placement, "counts",
             lambda right: property(lambda row: right.fget(row) and "lm_head" not in row.name)),
     "weights gathered before the update are used after it | 2 | --dp 2 --zero 1":
-        put(zero.FullyShardedDataParallel, "_drop_if_changed", lambda right: lambda self: None),
+        put(zero.FullyShardedDataParallel, "reshard", lambda right: lambda self: None),
 }
 PLAIN = "gradients are averaged over the", "f does", "embedding", "norms are drawn"
 PLAIN += "the learning rate falls", "an evaluation feeds"
