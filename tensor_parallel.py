@@ -447,24 +447,25 @@ class VocabParallelEmbedding(nn.Module):
 def vocab_parallel_cross_entropy(
     logits, target, vocab_size, ignore_index=-100, group=None, inplace=False, label_smoothing=0.0
 ):
-    """Do what split_cross_entropy() does, in less memory, and for some targets that do not count.
+    """Compute each token's cross-entropy as split_cross_entropy() does, but in less memory.
 
     logits: (N, vocab_size/P), this rank's columns, as VocabParallelEmbedding divides them.
     target: (N,) token ids, the same on every rank.
     Types: logits V -> losses I, so all ranks must use all losses identically.
+    inplace: whether the gradient of the logits, which forward computes for backward in the logits'
+        dtype, is written over them. No other loss can then use the logits. If not, it takes as many
+        elements of its own.
+    label_smoothing: as in F.cross_entropy(), over the whole vocabulary. It takes the memory of fp32
+        logits and of another gradient.
     Return (N,) losses in fp32 at least: 0 where target is ignore_index, and NaN, as is the
     gradient, where it is otherwise outside the vocabulary. To train on the mean, divide their sum
-    by the number of targets that count on all ranks of dp: DistributedDataParallel shows how.
+    by the number of targets that count on all ranks of dp: DistributedDataParallel (ddp.py) shows
+    how. 3 N numbers are reduced over the group, 4 N with label_smoothing.
 
-    Forward computes the gradient of the logits, and keeps it for backward in their dtype. It takes
-    as many elements as the logits, unless it is written over them: `inplace`. No other loss can
-    then use them. In 16 bits forward also has as many fp32 numbers for a time, either way. For fp16
-    logits these numbers are kept, and nothing is overwritten, because a loss scale multiplies the
+    In 16 bits forward also needs as many fp32 numbers as there are logits, for a time. For fp16
+    logits these stay until backward, and nothing is overwritten: a loss scale multiplies the
     gradient in backward only, and before that most of it may be too small for fp16. A backward with
     retain_graph=True copies the gradient.
-
-    3 N numbers are reduced over the group. label_smoothing, as in F.cross_entropy() over the whole
-    vocabulary, reduces N more, and takes the memory of fp32 logits and of another gradient.
 
     Raises ValueError unless there are as many logits as this rank's part has columns, as there are
     not if they have been gathered.
@@ -527,7 +528,7 @@ def _smoothed_cross_entropy(
 ):
     """Return loss + e (z[target] - mean(z)) for each row z of the logits and the smoothing e.
 
-    That is (1 - e) times the loss, and e times the mean of the losses of all columns.
+    That is (1 - e) times the loss, plus e times the mean of the losses of all columns.
     """
     if not 0 <= smoothing <= 1:
         raise ValueError(f"label_smoothing={smoothing} is not between 0 and 1")
@@ -737,8 +738,8 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, group, split, defer):
-        numel = x.numel() // x.shape[-1] * len(weight)  # of Z, in which a rank has one chunk of P
-        nbytes = numel // dist.get_world_size(group) * x.itemsize
+        numel = x.numel() // x.shape[-1] * len(weight)  # of Z
+        nbytes = numel // dist.get_world_size(group) * x.itemsize  # of a chunk
         ctx.by_chunks = split and by_chunks(nbytes, x.device, group)
         ctx.arguments = weight, group, split, defer
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -1012,7 +1013,7 @@ class AlexNet(nn.Module):
 
     def normalize(self, x):
         """Divide x by (2 + 1e-4 s)^0.75, where s sums x^2 over 5 adjacent channels of a group."""
-        parts = x.unflatten(1, (self.own_groups, -1)).flatten(0, 1)  # (B groups/P, c/groups, H, W)
+        parts = x.unflatten(1, (self.own_groups, -1)).flatten(0, 1)  # (B groups/P, c/groups, ...)
         parts = F.local_response_norm(parts, 5, alpha=5e-4, k=2.0)  # PyTorch takes s / 5
         return parts.view_as(x)
 

@@ -1,5 +1,6 @@
 """Tensor parallelism gives plain torch.nn's outputs and gradients; bytes and masks are checked."""
 
+import copy
 import random
 import re
 from contextlib import contextmanager, nullcontext
@@ -777,9 +778,9 @@ def test_the_loss_reduces_3_floats_per_token_or_4_with_smoothing(tp, replicas, s
 
 @in_layouts(*LAYOUTS)
 def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(tp, replicas):
-    """Recomputation draws the same masks again."""
+    """Recomputation draws the same masks again. A layer that has the state can be copied."""
     group, replica = interleaved_group(tp, replicas)
-    state, drawn = ShardedRandomState("cpu", group), []
+    state, drawn = copy.deepcopy(ShardedRandomState("cpu", group)), []
     mask = lambda: F.dropout(torch.ones(64)).tolist()
 
     def draw(x):
