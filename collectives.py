@@ -191,7 +191,7 @@ def _pairwise(outgoing, arriving, rank):
     """Send outgoing[r] to every other rank r, nearest first, and receive arriving[r], in 1 step."""
     P = len(outgoing)
     after = [(rank + distance) % P for distance in range(1, P)]
-    before = [(rank - distance) % P for distance in range(1, P)]
+    before = reversed(after)  # rank - 1, rank - 2 ...
     yield [(outgoing[r], r) for r in after], [(arriving[r], r) for r in before]
 
 
