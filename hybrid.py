@@ -2851,10 +2851,11 @@ def holds(rule, args):
 
 
 def as_flags(rule):
-    """Return an expression as a text with flags: "--cp > 1"."""
+    """Return an expression as a text with flags: "--cp > 1" or "--schedule zb-v or dualpipe-v"."""
     names = {flag.name for flag in FLAGS}
     dashed = lambda word: as_typed(word[0]) if word[0] in names else word[0]
-    return re.sub(r"[a-z_]+", dashed, rule).replace("'", "").replace(" == ", " ")
+    text = re.sub(r"[a-z_]+", dashed, rule).replace("'", "").replace(" == ", " ")
+    return re.sub(r" in \[(.*)\]", lambda found: " " + found[1].replace(", ", " or "), text)
 
 
 def schedule_of(args):

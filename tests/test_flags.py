@@ -120,7 +120,7 @@ def test_chunks_is_accepted_with_the_schedules_whose_caller_chooses_them(name):
     if SCHEDULES[name].v is None:
         assert hybrid.parse(flags, 2).chunks == 3
     else:
-        with pytest.raises(ValueError, match="--chunks 3 needs --schedule in .*interleaved"):
+        with pytest.raises(ValueError, match="--chunks 3 needs --schedule .*interleaved"):
             hybrid.parse(flags, 2)
 
 

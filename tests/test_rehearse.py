@@ -2,7 +2,9 @@
 
 import math
 import re
+import threading
 import time
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -223,17 +225,37 @@ def test_a_line_says_how_much_leaves_a_node_of_8_gpus(capsys):
 # ---- the command line ----------------------------------------------------------------------------
 
 
-def test_a_command_says_on_stderr_what_it_is_doing_and_names_memory_that_no_gpu_has(capsys):
-    flags = f"--gpus 2 --tp 2 {SIZES}".split()
+def test_a_command_says_what_it_is_doing_and_names_memory_that_no_gpu_has(capsys):
+    said = []
+
+    @contextmanager
+    def recorded(what):
+        said.append(what)
+        yield said.append
+
     small = {"a100": GPUS["a100"]._replace(memory=0)}
-    with patch.object(progress, "EVERY", 1e-3), patch.object(rehearse, "GPUS", small):
-        assert rehearse.main(flags) == 0
-    out, err = capsys.readouterr()
+    with patch.object(rehearse, "progress", recorded), patch.object(rehearse, "GPUS", small):
+        assert rehearse.main(f"--gpus 2 --tp 2 {SIZES}".split()) == 0
+    assert said[0] == "builds the model" and "step 1, action 2 of 2" in said
+    out = capsys.readouterr().out
     assert re.search(r"\nno listed GPU has 0 GB: a100 has most, 0 GB\n$", out)
-    assert "0 s: builds the model\n" in err
-    assert re.search(r"^\d+ s: step 1, action 2 of 2$", err, re.MULTILINE)
-    assert rehearse.main(flags) == 0
-    assert out.startswith(capsys.readouterr().out)
+
+
+def test_what_takes_long_is_said_on_stderr_until_it_ends(capsys):
+    told = threading.Event()
+
+    def tell(*words, **options):
+        print(*words, **options)
+        told.set()
+
+    with (
+        patch.object(progress, "EVERY", 1e-3),
+        patch.object(progress, "print", tell, create=True),
+        progress.progress("reads FILE"),
+    ):
+        assert told.wait(timeout=60)
+    out, err = capsys.readouterr()
+    assert out == "" and re.match(r"\d+ s: reads FILE\n", err)
 
 
 def test_a_model_of_the_literature_has_its_published_sizes_unless_flags_override_them():

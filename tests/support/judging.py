@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import ranks
 from collectives import Traffic, observe, rank_and_size
+from ranks import shifted
 
 
 class Wrong(Exception):
@@ -277,7 +278,7 @@ def run_judge(of, path, limit):
     for sizes in of.sizes:
         said = fault = None
         groups = make_groups(sizes, limit)
-        torch.manual_seed(ranks.shifted(0))
+        torch.manual_seed(shifted(0))
         try:
             if groups:
                 said = of.judge(*functions, *groups)
