@@ -827,9 +827,8 @@ class WeightGradStore:
     gradient for the parameter; W calls product() to compute it.
 
     accumulates: true in B, I and W, in which layers of tensor_parallel.py save passes over a
-        weight's gradient. They write it where weight.lend_gradient() says (see zero.FlatParameter),
-        or add it to .grad and return none. Hooks that wait for the gradient run in any case. A hook
-        on a node of the graph sees a lent sum so far, and no hook may call torch.autograd.grad().
+        weight's gradient: they add it to .grad and return none. Hooks that wait for the gradient
+        run in any case, but no hook may call torch.autograd.grad().
     """
 
     products = None

@@ -381,8 +381,6 @@ def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=F
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
     x = autocasted(x)  # cast before x is saved and sent
-    if defer is not None:
-        _accept_lent(weight)
     return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer or NO_STORE)
 
 
@@ -395,8 +393,6 @@ def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=No
     Types of x and weight: V, V -> I; with sequence_parallel V, V -> V.
     """
     x = autocasted(x)
-    if defer is not None:
-        _accept_lent(weight)
     return _RowLinear.apply(x, weight, group, sequence_parallel, defer or NO_STORE)
 
 
@@ -404,8 +400,8 @@ def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=No
 #
 # By default, backward returns dW to autograd. A pipeline's WeightGradStore (pipeline.py) asks for
 # two other things. While it is `open`, it takes a function that computes dW later. While it
-# `accumulates`, dW is written into memory that the weight lends, or added to .grad, which saves a
-# buffer and passes over it. Neither applies to a weight whose gradient a hook or a graph needs.
+# `accumulates`, dW is added to .grad, or written where .grad is to be, which saves a buffer and
+# passes over it. Neither applies to a weight whose gradient a hook or a graph needs.
 
 
 def weight_gradient(weight, dy, get_x, store):
@@ -418,24 +414,21 @@ def weight_gradient(weight, dy, get_x, store):
 
 
 def _product(weight, dy, x, store):
-    """Compute dW. Return it, or the memory that the weight lends, or None if .grad has got it.
+    """Compute dW. Return it, or None if it is in .grad.
 
-    lend_gradient() returns (memory, whether it holds a sum so far), and dW is then added to that
-    sum. See zero.FlatParameter.
+    zero.FlatParameter gives weights a grad_view: the memory that the first gradient is to take.
     """
     a = dy.reshape(-1, dy.shape[-1]).t()
     b = x.reshape(-1, x.shape[-1])
     if not (store.accumulates and is_plain_leaf(weight)):
         return a @ b
-    lend = getattr(weight, "lend_gradient", None)
-    place = lend() if lend else None
-    if place is not None:
-        gradient, holds_sum = place
-        _multiply_into(gradient, a, b, beta=int(holds_sum))
-        return gradient
-    if weight.grad is None:
+    if weight.grad is not None:
+        _multiply_into(weight.grad, a, b, beta=1)
+        return None
+    if getattr(weight, "grad_view", None) is None:
         return a @ b
-    _multiply_into(weight.grad, a, b, beta=1)
+    _multiply_into(weight.grad_view, a, b, beta=0)
+    weight.grad = weight.grad_view
     return None
 
 
@@ -445,13 +438,6 @@ def is_plain_leaf(weight):
     A hook, or the graph that has computed the weight, needs dW itself, and during this backward.
     """
     return weight.is_leaf and not weight._backward_hooks
-
-
-def _accept_lent(weight):
-    """Let autograd accept the weight's gradient in the dtype in which memory for it is lent."""
-    dtype = getattr(weight, "lent_dtype", None) or weight.dtype
-    if dtype.itemsize > weight.itemsize and weight.grad_dtype == weight.dtype:
-        weight.grad_dtype = dtype
 
 
 def _multiply_into(total, a, b, beta):
@@ -836,9 +822,6 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens):
         local, is_here = own_part(tokens, self.start, len(self.weight))
         table = self.weight
-        # Autograd adds the gradient of a tied head to this one, so neither may lie in memory that
-        # the weight lends.
-        table.lend_gradient = table.lent_dtype = None
         if not table.is_cuda:  # a CPU would sum the gradients of a row in 16 bits
             table = table.to(torch.promote_types(table.dtype, torch.float32))
         rows = F.embedding(local, table).to(self.weight.dtype)
