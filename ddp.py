@@ -222,11 +222,12 @@ class GradBucket:
 
     slots: {parameter: the view of the flat tensor that its gradient fills}.
     as_views: whether each slot becomes its parameter's .grad; otherwise sums are copied to .grad.
-    missing: the parameters whose gradients are not in their slots yet.
+    missing: the parameters whose gradients are still to come.
     """
 
-    def __init__(self, parameters, group, as_views, gradient_sum):
+    def __init__(self, parameters, group, divisor, as_views, gradient_sum):
         self.group = group
+        self.divisor = divisor
         self.as_views = as_views
         self.gradient_sum = gradient_sum
         self.missing = set()
@@ -238,25 +239,23 @@ class GradBucket:
             strides = torch.empty_like(parameter, device="meta").stride()
             self.slots[parameter] = view.as_strided(view.shape, strides)
 
-    def take(self, parameter, divisor):
-        """Write the gradient (zero if it is None), divided by `divisor`, into its slot."""
-        slot = self.slots[parameter]
+    def take(self, parameter, slot):
+        """Write the gradient (zero if it is None), divided by the divisor, into its slot."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(slot)
-        if parameter.grad is not slot or divisor != 1:
-            torch.div(parameter.grad, divisor, out=slot)
+        if parameter.grad is not slot or self.divisor != 1:
+            torch.div(parameter.grad, self.divisor, out=slot)
         if self.as_views:
             parameter.grad = slot
-        self.missing.remove(parameter)
 
-    def reduce(self):
-        """Start to sum the bucket over the group."""
-        self.started = self.gradient_sum.start(self.flat, self.group)
-
-    def finish(self):
-        """Wait for the sums, and copy them to .grad unless it is a view of them."""
-        self.gradient_sum.wait(self.started)
-        self.started = None  # frees what it holds
+    @torch.no_grad()
+    def sum_gradients(self):
+        """Sum the gradients over the group: a generator, see Reducer."""
+        for parameter, slot in self.slots.items():
+            self.take(parameter, slot)
+        started = self.gradient_sum.start(self.flat, self.group)
+        yield True
+        self.gradient_sum.wait(started)
         for parameter, slot in self.slots.items():
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
                 raise RuntimeError("a hook or a second wrapper replaced .grad while it was reduced")
@@ -264,77 +263,78 @@ class GradBucket:
             copy_all([p.grad for p in self.slots], list(self.slots.values()))
 
 
-def reduce_in_order(queue, reduce):
-    """Reduce buckets from the front of the queue for as long as they are complete.
+class Reducer:
+    """Sums all gradients once in each round, in the same order on all ranks.
+
+        idle  -- start() -->  mark_ready() for each gradient  -- finish() -->  idle
 
     Autograd may complete buckets in a different order on each rank, but all ranks must call
     collectives in the same order. So a complete bucket waits for the ones before it.
-    """
-    while queue and not queue[0].missing:
-        reduce(queue.popleft())
 
-
-class Reducer:
-    """Reduces the gradients of a module in buckets. In each round, every gradient is reduced once.
-
-        idle  -- start() -->  reducing: mark_ready() for each gradient  -- finish() -->  idle
-
-    DistributedDataParallel starts a round at the first gradient of a backward pass and ends it when
-    the pass ends, or in finish_grad_sync() if wait_in_backward is False. If pipeline.py computes
-    weight gradients later, the round lasts from start_grad_sync() to finish_grad_sync().
-
-    group_of: a function that returns the group over which to sum a parameter's gradient.
-    buckets: in the order in which every rank reduces them.
-    queue: the buckets whose reduction has not started in this round.
+    order: the buckets or, in zero.py, the units. Each has `slots`, a dict of its parameters, a set
+        `missing` of those whose gradients are not final, and sum_gradients(), a generator that
+        yields True after each sum has begun and, when resumed, waits for that sum.
+    queue: those, in this order, whose sums have not begun in this round.
+    under_way: (bucket, its generator) pairs, whose sums have begun.
+    frees_early: whether earlier sums end before another begins, which frees what they hold.
     """
 
-    def __init__(self, module, group_of, divisor, bucket_cap_mb, as_views, gradient_sum):
-        self.module = module
-        self.divisor = divisor
-        # from the last layer to the first, as backward computes them
-        named = not_ignored(module, module.named_parameters())
-        parameters = [p for _, p in named if p.requires_grad][::-1]
-        kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
-        filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
-        self.buckets = [
-            GradBucket(bucket, group_of(bucket[0]), as_views, gradient_sum) for bucket in filled
-        ]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
-        self.dtypes = {p: grad_dtype(p) for p in parameters}
-        self.is_reducing = False
+    def __init__(self, order, under_way=None, frees_early=False):
+        self.order = order
         self.queue = deque()
+        self.under_way = deque() if under_way is None else under_way
+        self.frees_early = frees_early
+
+    @property
+    def is_idle(self):
+        return not self.queue and not self.under_way
 
     def start(self, awaited=()):
         """Start a round. Only gradients of the `awaited` parameters are still to be computed."""
-        for name, parameter in not_ignored(self.module, self.module.named_parameters()):
-            dtype = grad_dtype(parameter) if parameter.requires_grad else None
-            if dtype != self.dtypes.get(parameter):
-                raise RuntimeError(f"the wrapped {name!r} was frozen, thawed, cast or replaced")
-        self.is_reducing = True
-        self.queue = deque(self.buckets)
-        for bucket in self.buckets:
-            bucket.missing = set(bucket.slots)
-        for parameter in self.bucket_of.keys() - set(awaited):
-            self.mark_ready(parameter)
+        self.queue = deque(self.order)
+        for bucket in self.order:
+            bucket.missing = bucket.slots.keys() & set(awaited)
+        self._begin_complete()
 
-    def mark_ready(self, parameter):
-        """Put the parameter's final gradient into its bucket, and reduce complete buckets."""
-        bucket = self.bucket_of[parameter]
-        if parameter not in bucket.missing:
-            raise RuntimeError(f"two gradients in one backward, of {tuple(parameter.shape)}")
-        bucket.take(parameter, self.divisor)
-        reduce_in_order(self.queue, GradBucket.reduce)
+    def mark_ready(self, bucket, parameter):
+        """Note that a parameter's gradient is final, and begin sums from the front of the queue."""
+        bucket.missing.discard(parameter)
+        self._begin_complete()
+
+    def complete(self, buckets):
+        """Declare these buckets' gradients final, and begin sums from the front of the queue."""
+        for bucket in buckets:
+            bucket.missing.clear()
+        self._begin_complete()
+
+    def _begin_complete(self):
+        while self.queue and not self.queue[0].missing:
+            bucket = self.queue.popleft()
+            if self.frees_early:
+                self.advance()
+            while any(other is bucket for other, _ in self.under_way):  # its earlier sums end first
+                self.advance()
+            sums = bucket.sum_gradients()
+            if next(sums, False):
+                self.under_way.append((bucket, sums))
+
+    def advance(self):
+        """Let each bucket under way wait for its sum and begin its next one, if there is any."""
+        for _ in range(len(self.under_way)):
+            bucket, sums = self.under_way.popleft()
+            if next(sums, False):
+                self.under_way.append((bucket, sums))
 
     def finish(self):
-        """End the round: reduce each .grad that is not in its bucket yet, and wait for all sums."""
-        if not self.is_reducing:  # no gradient was computed outside no_sync()
-            self.start()
-        for bucket in self.buckets:
-            for parameter in list(bucket.missing):
-                self.mark_ready(parameter)
-        self.is_reducing = False
-        for bucket in self.buckets:
-            bucket.finish()
+        """Sum what is left, and wait for all sums."""
+        self.complete(self.queue)
+        while self.under_way:
+            self.advance()
+
+
+def at_end_of_backward(function):
+    """Call function() when the running backward ends; one inside another has an end of its own."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # private; nothing public
 
 
 # ---- the wrapper ---------------------------------------------------------------------------------
@@ -415,20 +415,26 @@ class DistributedDataParallel(nn.Module, Joinable):
         check_and_copy(module, group_of, process_group)
         self._replicated = ReplicatedBuffers(module, process_group, bucket_cap_mb * 2**20)
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
-        self.reducer = Reducer(
-            module, group_of, divisor, bucket_cap_mb, as_views=gradient_as_bucket_view,
-            gradient_sum=gradient_sum or GradientSum(),
-        )  # fmt: skip
+        # from the last layer to the first, as backward computes them
+        named = not_ignored(module, module.named_parameters())
+        parameters = [p for _, p in named if p.requires_grad][::-1]
+        kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
+        filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
+        how = divisor, gradient_as_bucket_view, gradient_sum or GradientSum()
+        self.buckets = [GradBucket(bucket, group_of(bucket[0]), *how) for bucket in filled]
+        self.reducer = Reducer(self.buckets)
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
+        self._dtypes = {p: grad_dtype(p) for p in parameters}
         self._can_join = groups is None and gradient_divide_factor is None
         self.require_backward_grad_sync = True
         self._expects_backward = self._ends_with_backward = self._announced = False
-        for parameter in self.reducer.bucket_of:
+        for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
     # What the wrapper remembers between two calls:
     #
     #                           true from                         until
-    #     reducer.is_reducing   a round's first gradient, or      finish_grad_sync()
+    #     not reducer.is_idle   a round's first gradient, or      finish_grad_sync()
     #                           start_grad_sync()
     #     _ends_with_backward   a round's first gradient, if      start_grad_sync(), whose rounds
     #                           backward ends the round, too      only finish_grad_sync() ends
@@ -438,7 +444,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     #                                                             finish_grad_sync()
 
     def forward(self, *args, **kwargs):
-        if self.reducer.is_reducing and self.wait_in_backward:
+        if not self.reducer.is_idle and self.wait_in_backward:
             if not self._ends_with_backward:  # start_grad_sync() began this round
                 self._check_idle()
             cure = "finish_grad_sync() ends it, on every rank; then zero the gradients"
@@ -464,24 +470,33 @@ class DistributedDataParallel(nn.Module, Joinable):
         if not self.require_backward_grad_sync:
             self._check_idle()  # a gradient that is added to a sum under way would be lost
             return
-        if not self.reducer.is_reducing:
+        if self.reducer.is_idle:
             if self._join_config.enable and not self._announced:
                 raise RuntimeError(f"join(): {ONE_PASS}")
             self._announced = False
-            self.reducer.start(awaited=self.reducer.bucket_of)
+            self._start(awaited=self._bucket_of)
             self._ends_with_backward = self.wait_in_backward
-        self.reducer.mark_ready(parameter)
+        bucket = self._bucket_of[parameter]
+        if parameter not in bucket.missing:
+            raise RuntimeError(f"two gradients in one backward, of {tuple(parameter.shape)}")
+        self.reducer.mark_ready(bucket, parameter)
         if self._ends_with_backward:
-            # Private API, since no public hook runs at the end of backward. A callback queued in a
-            # nested backward (reentrant checkpoint) runs at the end of the nested one, so every
-            # gradient queues a callback, and _end_backward() ignores those that run too early.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            # in every gradient's hook, as this one may belong to a backward inside another
+            at_end_of_backward(self._end_backward)
 
     def _end_backward(self):
         """End the round if the outermost backward has ended, or if no bucket is left to reduce."""
         is_outermost = torch._C._current_autograd_node() is None  # private API
-        if self.reducer.is_reducing and (is_outermost or not self.reducer.queue):
+        if not self.reducer.is_idle and (is_outermost or not self.reducer.queue):
             self.finish_grad_sync()
+
+    def _start(self, awaited=()):
+        """Start a round. Raise RuntimeError if the module's parameters have changed."""
+        for name, parameter in not_ignored(self.module, self.module.named_parameters()):
+            dtype = grad_dtype(parameter) if parameter.requires_grad else None
+            if dtype != self._dtypes.get(parameter):
+                raise RuntimeError(f"the wrapped {name!r} was frozen, thawed, cast or replaced")
+        self.reducer.start(awaited)
 
     @torch.no_grad()
     def start_grad_sync(self, awaited=()):
@@ -491,10 +506,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         self._check_idle()
         self._ends_with_backward = False
-        self.reducer.start(awaited)
+        self._start(awaited)
 
     def _check_idle(self):
-        if self.reducer.is_reducing:
+        if not self.reducer.is_idle:
             raise RuntimeError("gradients are still being reduced: call finish_grad_sync() first")
 
     @torch.no_grad()
@@ -504,19 +519,26 @@ class DistributedDataParallel(nn.Module, Joinable):
         They do if no round has started since this rank's last forward(), or since its gradients
         were set to None or zero. The latter means that it has had no batch.
         """
-        is_expected = self.reducer.is_reducing or self._expects_backward
+        is_expected = not self.reducer.is_idle or self._expects_backward
         if is_expected or self._has_no_gradient():
             if not is_expected:
                 self._broadcast_buffers()  # the other ranks do so in forward()
             self._announced = False
             self._expects_backward = False
             self._replicated.may_differ = True
+            if self.reducer.is_idle:  # no gradient was computed outside no_sync()
+                self._start()
             self.reducer.finish()
 
     def _has_no_gradient(self):
         """Return whether all gradients are None or zero."""
-        gradients = [parameter.grad for parameter in self.reducer.bucket_of]
+        gradients = [parameter.grad for parameter in self._bucket_of]
         return not any(gradient is not None and gradient.any() for gradient in gradients)
+
+    def set_divisor(self, divisor):
+        """Divide all gradients by `divisor` from now on."""
+        for bucket in self.buckets:
+            bucket.divisor = divisor
 
     # -- buffers and join(): what they do is in sections of their own, below
 
@@ -643,7 +665,7 @@ def exchange_plans(model, plan):
     if any(plans[rank][-1] for rank in present):
         raise RuntimeError(f"join(): {ONE_PASS}")
     if not model._divides_by_all:
-        model.reducer.divisor = len(present)
+        model.set_divisor(len(present))
     return present[-1], plans[present[-1]]
 
 
@@ -659,7 +681,7 @@ class _JoinHook(JoinHook):
         source, plan = exchange_plans(model, None)
         model._replicated.may_differ, is_reduced, _ = plan
         model._broadcast_buffers(source)
-        for parameter in model.reducer.bucket_of:
+        for parameter in model._bucket_of:
             parameter.grad = None
         if is_reduced:
             model.finish_grad_sync()
@@ -674,7 +696,7 @@ class _JoinHook(JoinHook):
         model._replicated.may_differ = True
         model._broadcast_buffers(source)
         model._replicated.may_differ = True
-        model.reducer.divisor = dist.get_world_size(model.process_group)
+        model.set_divisor(dist.get_world_size(model.process_group))
         model._announced = False
         Joinable.__init__(model)  # resets what Join has set
 
@@ -891,7 +913,7 @@ def _demonstrate():
     error = max((p.grad - g).abs().max().item() for p, g in zip(module.parameters(), whole))
     if rank == 0:
         claimed, counted = ddp_bytes(module, world_size), traffic.bytes("all_reduce")
-        print(f"{len(model.reducer.buckets)} buckets, claimed {claimed} bytes, counted {counted}")
+        print(f"{len(model.buckets)} buckets, claimed {claimed} bytes, counted {counted}")
         print(f"largest difference from one process's gradients: {error:.1e}")
 
 
