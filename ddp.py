@@ -412,11 +412,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.broadcast_buffers = broadcast_buffers
         self.wait_in_backward = wait_in_backward
         group_of = lambda parameter: (groups or {}).get(parameter, process_group)
-        check_and_copy(module, group_of, process_group)
+        named = not_ignored(module, module.named_parameters())
+        buffers = not_ignored(module, module.named_buffers())
+        check_and_copy(module, named, buffers, lambda p: [group_of(p)], [process_group])
+        for _, parameter in named:
+            broadcast_first([parameter], group_of(parameter))
         self._replicated = ReplicatedBuffers(module, process_group, bucket_cap_mb * 2**20)
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
         # from the last layer to the first, as backward computes them
-        named = not_ignored(module, module.named_parameters())
         parameters = [p for _, p in named if p.requires_grad][::-1]
         kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
         filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
@@ -704,20 +707,19 @@ class _JoinHook(JoinHook):
 # ---- checks, and names to ignore -----------------------------------------------------------------
 
 
-def check_and_copy(module, group_of, group):
-    """Copy the parameters and buffers of each group's first rank to all of its ranks.
+def check_and_copy(module, parameters, buffers, groups_of, axes):
+    """Copy the first rank's buffers to all ranks, which must have equal modules.
 
-    group_of: a function that returns the group that replicates a parameter; group: of the buffers.
+    parameters, buffers: (name, tensor) pairs of the module.
+    groups_of: a function that returns the groups over which a parameter is replicated or cut.
+    axes: this rank's group along each axis of the grid of all ranks.
     Raises ValueError on every rank if modules differ or a parameter cannot be replicated.
     """
-    parameters = not_ignored(module, module.named_parameters())
-    buffers = not_ignored(module, module.named_buffers())
     check_whole(module.parameters())
-    check_replicated(module, parameters, lambda p: [group_of(p)], [group])
-    check_parameters([*parameters, *buffers], group)
-    for _, parameter in parameters:
-        broadcast_first([parameter], group_of(parameter))
-    broadcast_first([buffer for _, buffer in buffers], group)
+    check_replicated(module, parameters, groups_of, axes)
+    for group in axes:
+        check_parameters([*parameters, *buffers], group)
+        broadcast_first([buffer for _, buffer in buffers], group)
 
 
 def check_whole(parameters):
