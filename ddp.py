@@ -31,7 +31,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from collectives import (
     ALIGNMENT, ReduceOp, all_reduce, all_reduce_bytes, any_rank, broadcast, check_parameters,
@@ -118,7 +117,7 @@ def backward_in_buckets(loss, buckets):
 #     waits for every gradient         a gradient that does not come counts as 0      Reducer
 #     finishes when told to            finishes when backward ends                    the wrapper
 #
-# Buffers, join() for ranks that run out of batches, and checks come last and can be skipped.
+# Buffers and checks come last and can be skipped.
 
 # ---- tensors in one flat tensor ------------------------------------------------------------------
 
@@ -339,10 +338,8 @@ def at_end_of_backward(function):
 
 # ---- the wrapper ---------------------------------------------------------------------------------
 
-ONE_PASS = "each forward() outside no_sync() and no_grad() must be followed by one backward()"
 
-
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module):
     """Wrap a module so that `loss.backward()` averages its gradients over the group.
 
     The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
@@ -351,8 +348,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
       momentum still change it. A rank whose loss uses no parameter at all, or that has no batch,
-      must call finish_grad_sync() instead of backward(). join() does this for ranks that have run
-      out of batches.
+      must call finish_grad_sync() instead of backward(), and takes the optimizer's step, too.
+    - There is no join(). A rank that has left its loop must call nothing else on the group while
+      others are in theirs. These wait for it and raise an error when it exits, or when the group's
+      timeout has passed.
     - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs.
     - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
       rebuild them after the first backward pass in the order in which gradients became ready.
@@ -406,7 +405,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_sum=None,
     ):  # fmt: skip
         super().__init__()
-        Joinable.__init__(self)
         self.module = module
         self.process_group = process_group
         self.broadcast_buffers = broadcast_buffers
@@ -428,9 +426,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer = Reducer(self.buckets)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self._dtypes = {p: grad_dtype(p) for p in parameters}
-        self._can_join = groups is None and gradient_divide_factor is None
         self.require_backward_grad_sync = True
-        self._expects_backward = self._ends_with_backward = self._announced = False
+        self._expects_backward = self._ends_with_backward = False
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
@@ -443,8 +440,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     #                           backward ends the round, too      only finish_grad_sync() ends
     #     _expects_backward     a forward() in grad mode, whose   finish_grad_sync()
     #                           gradients the other ranks await
-    #     _announced            such a forward() under join()     its first gradient, or
-    #                                                             finish_grad_sync()
 
     def forward(self, *args, **kwargs):
         if not self.reducer.is_idle and self.wait_in_backward:
@@ -452,10 +447,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self._check_idle()
             cure = "finish_grad_sync() ends it, on every rank; then zero the gradients"
             raise RuntimeError(f"the last backward has not ended. If it failed, {cure}")
-        source = 0
-        if self._join_config.enable:
-            source = announce_pass(self)
-        self._broadcast_buffers(source)
+        self._broadcast_buffers()
         self._replicated.may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._expects_backward = self._expects_backward or torch.is_grad_enabled()
         return self.module(*args, **kwargs)
@@ -474,9 +466,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._check_idle()  # a gradient that is added to a sum under way would be lost
             return
         if self.reducer.is_idle:
-            if self._join_config.enable and not self._announced:
-                raise RuntimeError(f"join(): {ONE_PASS}")
-            self._announced = False
             self._start(awaited=self._bucket_of)
             self._ends_with_backward = self.wait_in_backward
         bucket = self._bucket_of[parameter]
@@ -526,7 +515,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         if is_expected or self._has_no_gradient():
             if not is_expected:
                 self._broadcast_buffers()  # the other ranks do so in forward()
-            self._announced = False
             self._expects_backward = False
             self._replicated.may_differ = True
             if self.reducer.is_idle:  # no gradient was computed outside no_sync()
@@ -538,51 +526,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradients = [parameter.grad for parameter in self._bucket_of]
         return not any(gradient is not None and gradient.any() for gradient in gradients)
 
-    def set_divisor(self, divisor):
-        """Divide all gradients by `divisor` from now on."""
-        for bucket in self.buckets:
-            bucket.divisor = divisor
-
-    # -- buffers and join(): what they do is in sections of their own, below
-
-    def _broadcast_buffers(self, source=0):
+    def _broadcast_buffers(self):
         if self.broadcast_buffers:
-            self._replicated.broadcast(source)
-
-    @property
-    def join_process_group(self):
-        return self.process_group or dist.group.WORLD
-
-    @property
-    def join_device(self):
-        return next(self.module.parameters()).device
-
-    def join(
-        self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
-    ):
-        """Return a context manager for a loop that has different numbers of batches on the ranks.
-
-        A rank that has left the loop reduces zero gradients until the last rank leaves it. Then all
-        ranks get the last one's weights and buffers, but optimizers and schedulers have missed the
-        steps that their rank did not take. To let ZeroRedundancyOptimizer (zero.py) take them, use
-        torch.distributed.algorithms.Join([model, optimizer], ...), which this method also returns.
-
-        divide_by_initial_world_size: whether sums are divided by the number of all ranks, and not
-            of those in the loop.
-        throw_on_early_termination: raise RuntimeError on all ranks when the first one has left.
-
-        Each forward() in grad mode and outside no_sync() must be followed by one backward(), and
-        the module must not communicate itself, as SyncBatchNorm does. Raises ValueError if the
-        wrapper has `groups` or a gradient_divide_factor.
-        """
-        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
-        return Join([self], enable, throw_on_early_termination, **options)
-
-    def join_hook(self, divide_by_initial_world_size=True, **options):
-        if not self._can_join:
-            raise ValueError("join() does not support groups and gradient_divide_factor")
-        self._divides_by_all = divide_by_initial_world_size
-        return _JoinHook(self)
+            self._replicated.broadcast()
 
     def __getstate__(self):
         raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
@@ -592,7 +538,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 
 class ReplicatedBuffers:
-    """The buffers that a module has when it is wrapped; one rank's are copied to all ranks.
+    """The buffers that a module has when it is wrapped; the first rank's are copied to all ranks.
 
     may_differ: whether the next forward pass must copy them
     """
@@ -606,8 +552,8 @@ class ReplicatedBuffers:
         self.agreed = describe(named)  # what the ranks have agreed on
         self.may_differ = True
 
-    def broadcast(self, source=0):
-        """If buffers may differ, copy a rank's to all ranks, which must agree on their shapes."""
+    def broadcast(self):
+        """If buffers may differ, copy the first rank's. All ranks must agree on their shapes."""
         if not (self.may_differ and self.names):
             return
         named = [(n, b) for n, b in self.module.named_buffers() if n in self.names]
@@ -617,7 +563,7 @@ class ReplicatedBuffers:
         for bucket in fill_buckets(buffers, self.cap_bytes, lambda buffer: buffer.dtype):
             layout = FlatLayout(bucket)
             flat = layout.pack(bucket)
-            broadcast(flat, group=self.group, group_src=source)
+            broadcast(flat, group=self.group, group_src=0)
             copy_all(bucket, layout.views(flat))
         self.may_differ = False
 
@@ -631,77 +577,6 @@ class ReplicatedBuffers:
                 cure = "list it in module._ddp_params_and_buffers_to_ignore before wrapping"
                 raise RuntimeError(f"a buffer differs between ranks: {error}; {cure}") from error
             self.agreed = buffers
-
-
-# ---- join(): ranks with different numbers of batches ---------------------------------------------
-#
-# What a rank calls while the others run a pass:
-#
-#     in the loop      forward()                                              backward()
-#                        count ranks, exchange plans, broadcast buffers         reduce gradients
-#     out of it        Join, then main_hook()
-#                        count ranks, exchange plans, broadcast buffers, reduce zeros
-#
-# A plan is (whether buffers may differ, whether gradients are reduced, whether this rank has made a
-# mistake), or None on a rank that has left the loop.
-
-
-def announce_pass(model):
-    """Tell other ranks what this pass sends. Return the rank whose buffers are broadcast."""
-    if not model._join_config.is_first_joinable:
-        raise ValueError("Join([model, optimizer]) takes one model, which comes first")
-    has_error = model._announced
-    if has_error:
-        model.finish_grad_sync()  # the others take part, and then hear of the error
-    counting = Join.notify_join_context(model)
-    counting.wait()
-    model._announced = torch.is_grad_enabled() and model.require_backward_grad_sync
-    plan = model._replicated.may_differ, model._announced, has_error
-    source, _ = exchange_plans(model, plan)
-    return source
-
-
-def exchange_plans(model, plan):
-    """Return (rank, plan) of the last rank in the loop."""
-    plans = gather_objects(plan, model.process_group)
-    present = [rank for rank, other in enumerate(plans) if other is not None]
-    if any(plans[rank][-1] for rank in present):
-        raise RuntimeError(f"join(): {ONE_PASS}")
-    if not model._divides_by_all:
-        model.set_divisor(len(present))
-    return present[-1], plans[present[-1]]
-
-
-class _JoinHook(JoinHook):
-    """What torch's Join calls on a rank that has left its loop."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def main_hook(self):
-        """Send what the others expect in their next pass."""
-        model = self.model
-        source, plan = exchange_plans(model, None)
-        model._replicated.may_differ, is_reduced, _ = plan
-        model._broadcast_buffers(source)
-        for parameter in model._bucket_of:
-            parameter.grad = None
-        if is_reduced:
-            model.finish_grad_sync()
-
-    def post_hook(self, is_last_joiner):
-        """Give all ranks the weights and buffers of a rank that left the loop last."""
-        model = self.model
-        flags = gather_objects(is_last_joiner, model.process_group)
-        source = max(rank for rank, flag in enumerate(flags) if flag)
-        for _, parameter in not_ignored(model.module, model.module.named_parameters()):
-            broadcast(parameter, group=model.process_group, group_src=source)
-        model._replicated.may_differ = True
-        model._broadcast_buffers(source)
-        model._replicated.may_differ = True
-        model.set_divisor(dist.get_world_size(model.process_group))
-        model._announced = False
-        Joinable.__init__(model)  # resets what Join has set
 
 
 # ---- checks, and names to ignore -----------------------------------------------------------------
