@@ -396,6 +396,36 @@ def test_the_short_form_of_stage_3_has_the_gradients_of_one_process_and_the_pape
         assert_close(shard.grad, layout.pack([gradient]).chunk(P)[rank], 1e-5)
 
 
+@on_ranks(1, 3)
+def test_the_straight_path_of_stage_3_trains_as_one_process_and_holds_two_units_at_a_time():
+    (rank, P), net, alone = rank_and_size(), stack(), stack()
+    alone.load_state_dict(net.state_dict())
+    sequence = zero.StoredSequence(net.blocks)
+    held = []
+
+    def count(*arguments):
+        held.append(sum(u.flat.untyped_storage().nbytes() > 0 for u in sequence.units))
+
+    for block in net.blocks:
+        block.register_forward_pre_hook(count)
+        block.register_full_backward_hook(count)
+    optimizer = torch.optim.SGD([unit.shard for unit in sequence.units], lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        plain.zero_grad()
+        (sum(mean_square(alone, torch.ones(2, 96) + r) for r in range(P)) / P).backward()
+        plain.step()
+        with least_bytes(), count_bytes() as traffic:
+            mean_square(net, torch.ones(2, 96) + rank).backward()
+            sequence.finish()
+        assert traffic.bytes() == zero_bytes(3, 4 * 96 * 96 * 4, P)
+        optimizer.step()
+    assert max(held) == 2
+    for unit, weight in zip(sequence.units, alone.parameters(), strict=True):
+        assert unit.flat.untyped_storage().nbytes() == 0
+        assert_close(unit.shard.detach(), weight.detach().flatten().chunk(P)[rank], 1e-5)
+
+
 # ---- replicas of shards, and 32-bit copies of them -----------------------------------------------
 
 
