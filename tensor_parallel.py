@@ -416,7 +416,7 @@ def weight_gradient(weight, dy, get_x, store):
 def _product(weight, dy, x, store):
     """Compute dW. Return it, or None if it is in .grad.
 
-    zero.FlatParameter gives weights a grad_view: the memory that the first gradient is to take.
+    zero.FlatParameter gives weights grad_view(), which returns memory for the first gradient.
     """
     a = dy.reshape(-1, dy.shape[-1]).t()
     b = x.reshape(-1, x.shape[-1])
@@ -425,10 +425,10 @@ def _product(weight, dy, x, store):
     if weight.grad is not None:
         _multiply_into(weight.grad, a, b, beta=1)
         return None
-    if getattr(weight, "grad_view", None) is None:
+    if not hasattr(weight, "grad_view"):
         return a @ b
-    _multiply_into(weight.grad_view, a, b, beta=0)
-    weight.grad = weight.grad_view
+    weight.grad = weight.grad_view()
+    _multiply_into(weight.grad, a, b, beta=0)
     return None
 
 
