@@ -31,7 +31,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from collectives import (
     ALIGNMENT, ReduceOp, all_reduce, all_reduce_bytes, any_rank, broadcast, check_parameters,
@@ -118,7 +117,7 @@ def backward_in_buckets(loss, buckets):
 #     waits for every gradient         a gradient that does not come counts as 0      Reducer
 #     finishes when told to            finishes when backward ends                    the wrapper
 #
-# Buffers, join() for ranks that run out of batches, and checks come last and can be skipped.
+# Buffers and checks come last and can be skipped.
 
 # ---- tensors in one flat tensor ------------------------------------------------------------------
 
@@ -222,11 +221,12 @@ class GradBucket:
 
     slots: {parameter: the view of the flat tensor that its gradient fills}.
     as_views: whether each slot becomes its parameter's .grad; otherwise sums are copied to .grad.
-    missing: the parameters whose gradients are not in their slots yet.
+    missing: the parameters whose gradients are still to come.
     """
 
-    def __init__(self, parameters, group, as_views, gradient_sum):
+    def __init__(self, parameters, group, divisor, as_views, gradient_sum):
         self.group = group
+        self.divisor = divisor
         self.as_views = as_views
         self.gradient_sum = gradient_sum
         self.missing = set()
@@ -238,25 +238,23 @@ class GradBucket:
             strides = torch.empty_like(parameter, device="meta").stride()
             self.slots[parameter] = view.as_strided(view.shape, strides)
 
-    def take(self, parameter, divisor):
-        """Write the gradient (zero if it is None), divided by `divisor`, into its slot."""
-        slot = self.slots[parameter]
+    def take(self, parameter, slot):
+        """Write the gradient (zero if it is None), divided by the divisor, into its slot."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(slot)
-        if parameter.grad is not slot or divisor != 1:
-            torch.div(parameter.grad, divisor, out=slot)
+        if parameter.grad is not slot or self.divisor != 1:
+            torch.div(parameter.grad, self.divisor, out=slot)
         if self.as_views:
             parameter.grad = slot
-        self.missing.remove(parameter)
 
-    def reduce(self):
-        """Start to sum the bucket over the group."""
-        self.started = self.gradient_sum.start(self.flat, self.group)
-
-    def finish(self):
-        """Wait for the sums, and copy them to .grad unless it is a view of them."""
-        self.gradient_sum.wait(self.started)
-        self.started = None  # frees what it holds
+    @torch.no_grad()
+    def sum_gradients(self):
+        """Sum the gradients over the group: a generator, see Reducer."""
+        for parameter, slot in self.slots.items():
+            self.take(parameter, slot)
+        started = self.gradient_sum.start(self.flat, self.group)
+        yield True
+        self.gradient_sum.wait(started)
         for parameter, slot in self.slots.items():
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
                 raise RuntimeError("a hook or a second wrapper replaced .grad while it was reduced")
@@ -264,85 +262,84 @@ class GradBucket:
             copy_all([p.grad for p in self.slots], list(self.slots.values()))
 
 
-def reduce_in_order(queue, reduce):
-    """Reduce buckets from the front of the queue for as long as they are complete.
+class Reducer:
+    """Sums all gradients once in each round, in the same order on all ranks.
+
+        idle  -- start() -->  mark_ready() for each gradient  -- finish() -->  idle
 
     Autograd may complete buckets in a different order on each rank, but all ranks must call
     collectives in the same order. So a complete bucket waits for the ones before it.
-    """
-    while queue and not queue[0].missing:
-        reduce(queue.popleft())
 
-
-class Reducer:
-    """Reduces the gradients of a module in buckets. In each round, every gradient is reduced once.
-
-        idle  -- start() -->  reducing: mark_ready() for each gradient  -- finish() -->  idle
-
-    DistributedDataParallel starts a round at the first gradient of a backward pass and ends it when
-    the pass ends, or in finish_grad_sync() if wait_in_backward is False. If pipeline.py computes
-    weight gradients later, the round lasts from start_grad_sync() to finish_grad_sync().
-
-    group_of: a function that returns the group over which to sum a parameter's gradient.
-    buckets: in the order in which every rank reduces them.
-    queue: the buckets whose reduction has not started in this round.
+    order: the buckets or, in zero.py, the units. Each has `slots`, a dict of its parameters, a set
+        `missing` of those whose gradients are not final, and sum_gradients(), a generator that
+        yields True after each sum has begun and, when resumed, waits for that sum.
+    queue: those, in this order, whose sums have not begun in this round.
+    under_way: (bucket, its generator) pairs, whose sums have begun.
+    frees_early: whether earlier sums end before another begins, which frees what they hold.
     """
 
-    def __init__(self, module, group_of, divisor, bucket_cap_mb, as_views, gradient_sum):
-        self.module = module
-        self.divisor = divisor
-        # from the last layer to the first, as backward computes them
-        named = not_ignored(module, module.named_parameters())
-        parameters = [p for _, p in named if p.requires_grad][::-1]
-        kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
-        filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
-        self.buckets = [
-            GradBucket(bucket, group_of(bucket[0]), as_views, gradient_sum) for bucket in filled
-        ]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
-        self.dtypes = {p: grad_dtype(p) for p in parameters}
-        self.is_reducing = False
+    def __init__(self, order, under_way=None, frees_early=False):
+        self.order = order
         self.queue = deque()
+        self.under_way = deque() if under_way is None else under_way
+        self.frees_early = frees_early
+
+    @property
+    def is_idle(self):
+        return not self.queue and not self.under_way
 
     def start(self, awaited=()):
         """Start a round. Only gradients of the `awaited` parameters are still to be computed."""
-        for name, parameter in not_ignored(self.module, self.module.named_parameters()):
-            dtype = grad_dtype(parameter) if parameter.requires_grad else None
-            if dtype != self.dtypes.get(parameter):
-                raise RuntimeError(f"the wrapped {name!r} was frozen, thawed, cast or replaced")
-        self.is_reducing = True
-        self.queue = deque(self.buckets)
-        for bucket in self.buckets:
-            bucket.missing = set(bucket.slots)
-        for parameter in self.bucket_of.keys() - set(awaited):
-            self.mark_ready(parameter)
+        self.queue = deque(self.order)
+        for bucket in self.order:
+            bucket.missing = bucket.slots.keys() & set(awaited)
+        self._begin_complete()
 
-    def mark_ready(self, parameter):
-        """Put the parameter's final gradient into its bucket, and reduce complete buckets."""
-        bucket = self.bucket_of[parameter]
-        if parameter not in bucket.missing:
-            raise RuntimeError(f"two gradients in one backward, of {tuple(parameter.shape)}")
-        bucket.take(parameter, self.divisor)
-        reduce_in_order(self.queue, GradBucket.reduce)
+    def mark_ready(self, bucket, parameter):
+        """Note that a parameter's gradient is final, and begin sums from the front of the queue."""
+        bucket.missing.discard(parameter)
+        self._begin_complete()
+
+    def complete(self, buckets):
+        """Declare these buckets' gradients final, and begin sums from the front of the queue."""
+        for bucket in buckets:
+            bucket.missing.clear()
+        self._begin_complete()
+
+    def _begin_complete(self):
+        while self.queue and not self.queue[0].missing:
+            bucket = self.queue.popleft()
+            if self.frees_early:
+                self.advance()
+            while any(other is bucket for other, _ in self.under_way):  # its earlier sums end first
+                self.advance()
+            sums = bucket.sum_gradients()
+            if next(sums, False):
+                self.under_way.append((bucket, sums))
+
+    def advance(self):
+        """Let each bucket under way wait for its sum and begin its next one, if there is any."""
+        for _ in range(len(self.under_way)):
+            bucket, sums = self.under_way.popleft()
+            if next(sums, False):
+                self.under_way.append((bucket, sums))
 
     def finish(self):
-        """End the round: reduce each .grad that is not in its bucket yet, and wait for all sums."""
-        if not self.is_reducing:  # no gradient was computed outside no_sync()
-            self.start()
-        for bucket in self.buckets:
-            for parameter in list(bucket.missing):
-                self.mark_ready(parameter)
-        self.is_reducing = False
-        for bucket in self.buckets:
-            bucket.finish()
+        """Sum what is left, and wait for all sums."""
+        self.complete(self.queue)
+        while self.under_way:
+            self.advance()
+
+
+def at_end_of_backward(function):
+    """Call function() when the running backward ends; one inside another has an end of its own."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # private; nothing public
 
 
 # ---- the wrapper ---------------------------------------------------------------------------------
 
-ONE_PASS = "each forward() outside no_sync() and no_grad() must be followed by one backward()"
 
-
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module):
     """Wrap a module so that `loss.backward()` averages its gradients over the group.
 
     The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
@@ -351,8 +348,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
       momentum still change it. A rank whose loss uses no parameter at all, or that has no batch,
-      must call finish_grad_sync() instead of backward(). join() does this for ranks that have run
-      out of batches.
+      must call finish_grad_sync() instead of backward(), and takes the optimizer's step, too.
+    - There is no join(). A rank that has left its loop must call nothing else on the group while
+      others are in theirs. These wait for it and raise an error when it exits, or when the group's
+      timeout has passed.
     - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs.
     - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
       rebuild them after the first backward pass in the order in which gradients became ready.
@@ -406,47 +405,49 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_sum=None,
     ):  # fmt: skip
         super().__init__()
-        Joinable.__init__(self)
         self.module = module
         self.process_group = process_group
         self.broadcast_buffers = broadcast_buffers
         self.wait_in_backward = wait_in_backward
         group_of = lambda parameter: (groups or {}).get(parameter, process_group)
-        check_and_copy(module, group_of, process_group)
+        named = not_ignored(module, module.named_parameters())
+        buffers = not_ignored(module, module.named_buffers())
+        check_and_copy(module, named, buffers, lambda p: [group_of(p)], [process_group])
+        for _, parameter in named:
+            broadcast_first([parameter], group_of(parameter))
         self._replicated = ReplicatedBuffers(module, process_group, bucket_cap_mb * 2**20)
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
-        self.reducer = Reducer(
-            module, group_of, divisor, bucket_cap_mb, as_views=gradient_as_bucket_view,
-            gradient_sum=gradient_sum or GradientSum(),
-        )  # fmt: skip
-        self._can_join = groups is None and gradient_divide_factor is None
+        # from the last layer to the first, as backward computes them
+        parameters = [p for _, p in named if p.requires_grad][::-1]
+        kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
+        filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
+        how = divisor, gradient_as_bucket_view, gradient_sum or GradientSum()
+        self.buckets = [GradBucket(bucket, group_of(bucket[0]), *how) for bucket in filled]
+        self.reducer = Reducer(self.buckets)
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
+        self._dtypes = {p: grad_dtype(p) for p in parameters}
         self.require_backward_grad_sync = True
-        self._expects_backward = self._ends_with_backward = self._announced = False
-        for parameter in self.reducer.bucket_of:
+        self._expects_backward = self._ends_with_backward = False
+        for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
     # What the wrapper remembers between two calls:
     #
     #                           true from                         until
-    #     reducer.is_reducing   a round's first gradient, or      finish_grad_sync()
+    #     not reducer.is_idle   a round's first gradient, or      finish_grad_sync()
     #                           start_grad_sync()
     #     _ends_with_backward   a round's first gradient, if      start_grad_sync(), whose rounds
     #                           backward ends the round, too      only finish_grad_sync() ends
     #     _expects_backward     a forward() in grad mode, whose   finish_grad_sync()
     #                           gradients the other ranks await
-    #     _announced            such a forward() under join()     its first gradient, or
-    #                                                             finish_grad_sync()
 
     def forward(self, *args, **kwargs):
-        if self.reducer.is_reducing and self.wait_in_backward:
+        if not self.reducer.is_idle and self.wait_in_backward:
             if not self._ends_with_backward:  # start_grad_sync() began this round
                 self._check_idle()
             cure = "finish_grad_sync() ends it, on every rank; then zero the gradients"
             raise RuntimeError(f"the last backward has not ended. If it failed, {cure}")
-        source = 0
-        if self._join_config.enable:
-            source = announce_pass(self)
-        self._broadcast_buffers(source)
+        self._broadcast_buffers()
         self._replicated.may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._expects_backward = self._expects_backward or torch.is_grad_enabled()
         return self.module(*args, **kwargs)
@@ -464,24 +465,30 @@ class DistributedDataParallel(nn.Module, Joinable):
         if not self.require_backward_grad_sync:
             self._check_idle()  # a gradient that is added to a sum under way would be lost
             return
-        if not self.reducer.is_reducing:
-            if self._join_config.enable and not self._announced:
-                raise RuntimeError(f"join(): {ONE_PASS}")
-            self._announced = False
-            self.reducer.start(awaited=self.reducer.bucket_of)
+        if self.reducer.is_idle:
+            self._start(awaited=self._bucket_of)
             self._ends_with_backward = self.wait_in_backward
-        self.reducer.mark_ready(parameter)
+        bucket = self._bucket_of[parameter]
+        if parameter not in bucket.missing:
+            raise RuntimeError(f"two gradients in one backward, of {tuple(parameter.shape)}")
+        self.reducer.mark_ready(bucket, parameter)
         if self._ends_with_backward:
-            # Private API, since no public hook runs at the end of backward. A callback queued in a
-            # nested backward (reentrant checkpoint) runs at the end of the nested one, so every
-            # gradient queues a callback, and _end_backward() ignores those that run too early.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            # in every gradient's hook, as this one may belong to a backward inside another
+            at_end_of_backward(self._end_backward)
 
     def _end_backward(self):
         """End the round if the outermost backward has ended, or if no bucket is left to reduce."""
         is_outermost = torch._C._current_autograd_node() is None  # private API
-        if self.reducer.is_reducing and (is_outermost or not self.reducer.queue):
+        if not self.reducer.is_idle and (is_outermost or not self.reducer.queue):
             self.finish_grad_sync()
+
+    def _start(self, awaited=()):
+        """Start a round. Raise RuntimeError if the module's parameters have changed."""
+        for name, parameter in not_ignored(self.module, self.module.named_parameters()):
+            dtype = grad_dtype(parameter) if parameter.requires_grad else None
+            if dtype != self._dtypes.get(parameter):
+                raise RuntimeError(f"the wrapped {name!r} was frozen, thawed, cast or replaced")
+        self.reducer.start(awaited)
 
     @torch.no_grad()
     def start_grad_sync(self, awaited=()):
@@ -491,10 +498,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         self._check_idle()
         self._ends_with_backward = False
-        self.reducer.start(awaited)
+        self._start(awaited)
 
     def _check_idle(self):
-        if self.reducer.is_reducing:
+        if not self.reducer.is_idle:
             raise RuntimeError("gradients are still being reduced: call finish_grad_sync() first")
 
     @torch.no_grad()
@@ -504,60 +511,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         They do if no round has started since this rank's last forward(), or since its gradients
         were set to None or zero. The latter means that it has had no batch.
         """
-        is_expected = self.reducer.is_reducing or self._expects_backward
+        is_expected = not self.reducer.is_idle or self._expects_backward
         if is_expected or self._has_no_gradient():
             if not is_expected:
                 self._broadcast_buffers()  # the other ranks do so in forward()
-            self._announced = False
             self._expects_backward = False
             self._replicated.may_differ = True
+            if self.reducer.is_idle:  # no gradient was computed outside no_sync()
+                self._start()
             self.reducer.finish()
 
     def _has_no_gradient(self):
         """Return whether all gradients are None or zero."""
-        gradients = [parameter.grad for parameter in self.reducer.bucket_of]
+        gradients = [parameter.grad for parameter in self._bucket_of]
         return not any(gradient is not None and gradient.any() for gradient in gradients)
 
-    # -- buffers and join(): what they do is in sections of their own, below
-
-    def _broadcast_buffers(self, source=0):
+    def _broadcast_buffers(self):
         if self.broadcast_buffers:
-            self._replicated.broadcast(source)
-
-    @property
-    def join_process_group(self):
-        return self.process_group or dist.group.WORLD
-
-    @property
-    def join_device(self):
-        return next(self.module.parameters()).device
-
-    def join(
-        self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
-    ):
-        """Return a context manager for a loop that has different numbers of batches on the ranks.
-
-        A rank that has left the loop reduces zero gradients until the last rank leaves it. Then all
-        ranks get the last one's weights and buffers, but optimizers and schedulers have missed the
-        steps that their rank did not take. To let ZeroRedundancyOptimizer (zero.py) take them, use
-        torch.distributed.algorithms.Join([model, optimizer], ...), which this method also returns.
-
-        divide_by_initial_world_size: whether sums are divided by the number of all ranks, and not
-            of those in the loop.
-        throw_on_early_termination: raise RuntimeError on all ranks when the first one has left.
-
-        Each forward() in grad mode and outside no_sync() must be followed by one backward(), and
-        the module must not communicate itself, as SyncBatchNorm does. Raises ValueError if the
-        wrapper has `groups` or a gradient_divide_factor.
-        """
-        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
-        return Join([self], enable, throw_on_early_termination, **options)
-
-    def join_hook(self, divide_by_initial_world_size=True, **options):
-        if not self._can_join:
-            raise ValueError("join() does not support groups and gradient_divide_factor")
-        self._divides_by_all = divide_by_initial_world_size
-        return _JoinHook(self)
+            self._replicated.broadcast()
 
     def __getstate__(self):
         raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
@@ -567,7 +538,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 
 class ReplicatedBuffers:
-    """The buffers that a module has when it is wrapped; one rank's are copied to all ranks.
+    """The buffers that a module has when it is wrapped; the first rank's are copied to all ranks.
 
     may_differ: whether the next forward pass must copy them
     """
@@ -581,8 +552,8 @@ class ReplicatedBuffers:
         self.agreed = describe(named)  # what the ranks have agreed on
         self.may_differ = True
 
-    def broadcast(self, source=0):
-        """If buffers may differ, copy a rank's to all ranks, which must agree on their shapes."""
+    def broadcast(self):
+        """If buffers may differ, copy the first rank's. All ranks must agree on their shapes."""
         if not (self.may_differ and self.names):
             return
         named = [(n, b) for n, b in self.module.named_buffers() if n in self.names]
@@ -592,7 +563,7 @@ class ReplicatedBuffers:
         for bucket in fill_buckets(buffers, self.cap_bytes, lambda buffer: buffer.dtype):
             layout = FlatLayout(bucket)
             flat = layout.pack(bucket)
-            broadcast(flat, group=self.group, group_src=source)
+            broadcast(flat, group=self.group, group_src=0)
             copy_all(bucket, layout.views(flat))
         self.may_differ = False
 
@@ -608,94 +579,22 @@ class ReplicatedBuffers:
             self.agreed = buffers
 
 
-# ---- join(): ranks with different numbers of batches ---------------------------------------------
-#
-# What a rank calls while the others run a pass:
-#
-#     in the loop      forward()                                              backward()
-#                        count ranks, exchange plans, broadcast buffers         reduce gradients
-#     out of it        Join, then main_hook()
-#                        count ranks, exchange plans, broadcast buffers, reduce zeros
-#
-# A plan is (whether buffers may differ, whether gradients are reduced, whether this rank has made a
-# mistake), or None on a rank that has left the loop.
-
-
-def announce_pass(model):
-    """Tell other ranks what this pass sends. Return the rank whose buffers are broadcast."""
-    if not model._join_config.is_first_joinable:
-        raise ValueError("Join([model, optimizer]) takes one model, which comes first")
-    has_error = model._announced
-    if has_error:
-        model.finish_grad_sync()  # the others take part, and then hear of the error
-    counting = Join.notify_join_context(model)
-    counting.wait()
-    model._announced = torch.is_grad_enabled() and model.require_backward_grad_sync
-    plan = model._replicated.may_differ, model._announced, has_error
-    source, _ = exchange_plans(model, plan)
-    return source
-
-
-def exchange_plans(model, plan):
-    """Return (rank, plan) of the last rank in the loop."""
-    plans = gather_objects(plan, model.process_group)
-    present = [rank for rank, other in enumerate(plans) if other is not None]
-    if any(plans[rank][-1] for rank in present):
-        raise RuntimeError(f"join(): {ONE_PASS}")
-    if not model._divides_by_all:
-        model.reducer.divisor = len(present)
-    return present[-1], plans[present[-1]]
-
-
-class _JoinHook(JoinHook):
-    """What torch's Join calls on a rank that has left its loop."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def main_hook(self):
-        """Send what the others expect in their next pass."""
-        model = self.model
-        source, plan = exchange_plans(model, None)
-        model._replicated.may_differ, is_reduced, _ = plan
-        model._broadcast_buffers(source)
-        for parameter in model.reducer.bucket_of:
-            parameter.grad = None
-        if is_reduced:
-            model.finish_grad_sync()
-
-    def post_hook(self, is_last_joiner):
-        """Give all ranks the weights and buffers of a rank that left the loop last."""
-        model = self.model
-        flags = gather_objects(is_last_joiner, model.process_group)
-        source = max(rank for rank, flag in enumerate(flags) if flag)
-        for _, parameter in not_ignored(model.module, model.module.named_parameters()):
-            broadcast(parameter, group=model.process_group, group_src=source)
-        model._replicated.may_differ = True
-        model._broadcast_buffers(source)
-        model._replicated.may_differ = True
-        model.reducer.divisor = dist.get_world_size(model.process_group)
-        model._announced = False
-        Joinable.__init__(model)  # resets what Join has set
-
-
 # ---- checks, and names to ignore -----------------------------------------------------------------
 
 
-def check_and_copy(module, group_of, group):
-    """Copy the parameters and buffers of each group's first rank to all of its ranks.
+def check_and_copy(module, parameters, buffers, groups_of, axes):
+    """Copy the first rank's buffers to all ranks, which must have equal modules.
 
-    group_of: a function that returns the group that replicates a parameter; group: of the buffers.
+    parameters, buffers: (name, tensor) pairs of the module.
+    groups_of: a function that returns the groups over which a parameter is replicated or cut.
+    axes: this rank's group along each axis of the grid of all ranks.
     Raises ValueError on every rank if modules differ or a parameter cannot be replicated.
     """
-    parameters = not_ignored(module, module.named_parameters())
-    buffers = not_ignored(module, module.named_buffers())
     check_whole(module.parameters())
-    check_replicated(module, parameters, lambda p: [group_of(p)], [group])
-    check_parameters([*parameters, *buffers], group)
-    for _, parameter in parameters:
-        broadcast_first([parameter], group_of(parameter))
-    broadcast_first([buffer for _, buffer in buffers], group)
+    check_replicated(module, parameters, groups_of, axes)
+    for group in axes:
+        check_parameters([*parameters, *buffers], group)
+        broadcast_first([buffer for _, buffer in buffers], group)
 
 
 def check_whole(parameters):
@@ -891,7 +790,7 @@ def _demonstrate():
     error = max((p.grad - g).abs().max().item() for p, g in zip(module.parameters(), whole))
     if rank == 0:
         claimed, counted = ddp_bytes(module, world_size), traffic.bytes("all_reduce")
-        print(f"{len(model.reducer.buckets)} buckets, claimed {claimed} bytes, counted {counted}")
+        print(f"{len(model.buckets)} buckets, claimed {claimed} bytes, counted {counted}")
         print(f"largest difference from one process's gradients: {error:.1e}")
 
 

@@ -882,11 +882,9 @@ class WeightGradStore:
     The store is open during an I. A layer may then call put(parameter, product) and return no
     gradient for the parameter; W calls product() to compute it.
 
-    accumulates: true in B, I and W. A layer of tensor_parallel.py then saves a pass over a weight's
-        gradient: it adds its product to .grad, or writes it where weight.lend_gradient() says (see
-        zero.FlatParameter), instead of returning it to be added. Hooks that wait for the gradient
-        run in any case. A hook on a node of the graph sees a lent sum so far, and no hook may call
-        torch.autograd.grad().
+    accumulates: true in B, I and W, in which layers of tensor_parallel.py save passes over a
+        weight's gradient: they add it to .grad and return none. Hooks that wait for the gradient
+        run in any case, but no hook may call torch.autograd.grad().
     """
 
     products = None

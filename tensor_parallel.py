@@ -430,9 +430,6 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens):
         local, is_here = own_part(tokens, self.start, len(self.weight))
         table = self.weight
-        # Autograd adds the gradient of a tied head to this one. If that lay in the memory that the
-        # weight lends, both gradients and their sum would have its 32 bits.
-        table.lend_gradient = table.lent_dtype = None
         if not table.is_cuda:  # a CPU would sum the gradients of a row in 16 bits
             table = table.to(torch.promote_types(table.dtype, torch.float32))
         rows = F.embedding(local, table).to(self.weight.dtype)
@@ -679,7 +676,6 @@ def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=F
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
     x = autocasted(x)  # cast before x is saved and sent
-    accept_lent(weight, defer)
     return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
 
 
@@ -695,7 +691,6 @@ def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=No
     if sequence_parallel and len(x) % P:
         raise ValueError(f"T={len(x)} is not divisible by tp={P}")
     x = autocasted(x)
-    accept_lent(weight, defer)
     return _RowLinear.apply(x, weight, group, sequence_parallel, defer)
 
 
@@ -873,8 +868,8 @@ def _linear_into(output, x, weight, bias=None):
 # Backward returns dW to autograd, which adds it to .grad. With `defer`, a WeightGradStore, a
 # pipeline (pipeline.py) asks for two other things. While the store is `open`, it takes dW as a
 # function, which the pipeline calls when it would otherwise wait. While it `accumulates`, the
-# product is written into memory that the weight lends, or added to .grad, which saves a buffer and
-# passes over it. Neither applies to a weight whose gradient a hook or a graph needs.
+# product is added to .grad, or written where .grad is to be, which saves a buffer and passes over
+# it. Neither applies to a weight whose gradient a hook or a graph needs.
 
 
 def weight_gradient(weight, dy, get_x, defer):
@@ -900,34 +895,22 @@ def is_plain_leaf(weight):
 
 
 def _product(weight, dy, x, defer):
-    """Compute dW. Return it, or the memory that the weight lends, or None if .grad has got it.
+    """Compute dW. Return it, or None if it is in .grad.
 
-    lend_gradient() returns (memory, whether it holds a sum so far), and dW is then added to that
-    sum. See zero.FlatParameter.
+    zero.FlatParameter gives weights grad_view(), which returns memory for the first gradient.
     """
     a = dy.reshape(-1, dy.shape[-1]).t()
     b = x.reshape(-1, x.shape[-1])
     if defer is None or not (defer.accumulates and is_plain_leaf(weight)):
         return a @ b
-    lend = getattr(weight, "lend_gradient", None)
-    place = lend() if lend else None
-    if place is not None:
-        gradient, holds_sum = place
-        _multiply_into(gradient, a, b, beta=int(holds_sum))
-        return gradient
-    if weight.grad is None:
+    if weight.grad is not None:
+        _multiply_into(weight.grad, a, b, beta=1)
+        return None
+    if not hasattr(weight, "grad_view"):
         return a @ b
-    _multiply_into(weight.grad, a, b, beta=1)
+    weight.grad = weight.grad_view()
+    _multiply_into(weight.grad, a, b, beta=0)
     return None
-
-
-def accept_lent(weight, defer):
-    """Let autograd accept the weight's gradient in the dtype in which memory for it is lent."""
-    if defer is None:
-        return
-    dtype = getattr(weight, "lent_dtype", None) or weight.dtype
-    if dtype.itemsize > weight.itemsize and weight.grad_dtype == weight.dtype:
-        weight.grad_dtype = dtype
 
 
 def _multiply_into(total, a, b, beta):

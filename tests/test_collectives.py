@@ -1337,8 +1337,7 @@ def test_every_collective_runs_under_the_rules_of_nccl(P, ranks_per_node, name):
 # ---- the source ---------------------------------------------------------------------------------
 
 THEM = "all_reduce|all_gather|all_to_all|reduce|gather|scatter|broadcast|monitored_barrier|barrier"
-# PyTorch's Join is the interface that scripts know; it counts the ranks that are still in a loop.
-LAYERS = r"fsdp|tensor|_|pipelining|optim|algorithms(?!\.join)|nn"
+LAYERS = r"fsdp|tensor|_|pipelining|optim|algorithms|nn"
 THEIRS = re.compile(rf"torch\.(nn\.parallel|distributed\.({LAYERS}|{THEM}))")
 P2P = r"torch\.distributed\.(i?(send|recv)|batch_isend_irecv|P2POp|\w+_object_list)"
 MESSAGE = re.compile(rf"{P2P}|.*group.(send|recv)$")

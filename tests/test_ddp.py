@@ -1,7 +1,9 @@
 """ddp.py gives the gradients of one process on the whole batch, and behaves as PyTorch's DDP."""
 
 import copy
+import os
 import re
+import signal
 import weakref
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -11,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +23,7 @@ from tensor_parallel import ColumnParallelLinear
 from zero import FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer
 
 from gpu_counts import waits
-from ranks import least_bytes, on_ranks, run, shifted, soak
+from ranks import least_bytes, on_ranks, run, shifted, soak, spawn
 from replicas import (
     assert_close, demonstration, gradients_alone, make_data, make_net, mean_square, own_part,
     whole_gradients,
@@ -455,80 +456,6 @@ def test_a_gradient_that_is_a_view_of_its_bucket_is_not_copied_if_nothing_divide
 # ---- ranks with different numbers of batches -----------------------------------------------------
 
 
-def own_batches(counts):
-    """Return {(rank, i): batch} of all ranks, of which rank r has counts[r]."""
-    return {(r, i): make_data(3, 10 * r + i) for r, n in enumerate(counts) for i in range(n)}
-
-
-def train_alone(counts, divides_by_all):
-    """Train one process on the batches of all ranks. A rank without one counts as a zero loss."""
-    net, batches = make_net(), own_batches(counts)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    for i in range(max(counts)):
-        optimizer.zero_grad()
-        parts = [batches[r, i] for r in range(len(counts)) if (r, i) in batches]
-        divisor = len(counts) if divides_by_all else len(parts)
-        (sum(mean_square(net, part) for part in parts) / divisor).backward()
-        optimizer.step()
-    return net.state_dict()
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("counts", [(3, 1, 2), (0, 0, 3), (2, 2, 2)])
-@pytest.mark.parametrize("divides_by_all", [True, False])
-def test_ranks_that_run_out_of_batches_join_and_get_the_weights_of_one_process(
-    counts, divides_by_all
-):
-    """Adam's state is on the last rank only, or in shards, which every rank updates to the end."""
-    options = {"divide_by_initial_world_size": divides_by_all}
-    for sharded in (False, True):
-        net = make_net()
-        model = DistributedDataParallel(net, bucket_cap_mb=3e-3)
-        if sharded:
-            optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
-            loop = Join([model, optimizer], **options)
-        else:
-            optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-            loop = model.join(**options)
-        batches = own_batches(counts)
-        with loop:
-            for i in range(counts[dist.get_rank()]):
-                model.zero_grad()
-                with torch.no_grad():
-                    model(batches[dist.get_rank(), i])  # an evaluation
-                mean_square(model, batches[dist.get_rank(), i]).backward()
-                optimizer.step()
-        assert_close(net.state_dict(), train_alone(counts, divides_by_all), 1e-10)
-        model.zero_grad()
-        model(make_data(3))  # the rule of one backward for each forward ends with the loop
-        mean_square(model, make_data(3, dist.get_rank())).backward()
-        expected = sum(whole_batch(net, make_data(3, r))["scale"] for r in range(3)) / 3
-        assert_close(net.scale.grad, expected)
-
-
-def join_with_accumulation(wrap):
-    """Accumulate over pairs of batches, with buffers that every rank changes; return all state."""
-    torch.manual_seed(shifted(0))
-    net = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7)).double()
-    model = wrap(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with model.join(divide_by_initial_world_size=False):
-        for i in range(2 * (3 - dist.get_rank())):
-            x = make_data(3, 10 * dist.get_rank() + i)
-            with nullcontext() if i % 2 else model.no_sync():
-                model(x)[:, 0].square().mean().backward()
-            if i % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    return net.state_dict()
-
-
-@on_ranks(3)
-def test_join_accumulates_and_chooses_buffers_as_pytorchs_does():
-    theirs = join_with_accumulation(nn.parallel.DistributedDataParallel)
-    assert_close(join_with_accumulation(DistributedDataParallel), theirs)
-
-
 @on_ranks(2)
 def test_a_round_that_the_caller_began_outlasts_backwards_also_after_one_that_ended_its_own():
     net = nn.Linear(1, 1)
@@ -540,18 +467,6 @@ def test_a_round_that_the_caller_began_outlasts_backwards_also_after_one_that_en
         (parameter.sum() * dist.get_rank()).backward()
     model.finish_grad_sync()
     assert [net.weight.grad.item(), net.bias.grad.item()] == [1, 1]  # summed once
-
-
-@on_ranks(2)
-def test_a_loop_that_ends_with_a_forward_alone_on_all_ranks_does_not_disturb_the_next_loop():
-    net, x = make_net(), make_data(4)
-    model = DistributedDataParallel(net)
-    for _ in range(2):
-        with model.join():
-            model.zero_grad()
-            mean_square(model, own_part(x)).backward()
-            model(x)  # a last look at the outputs
-    assert_close(whole_gradients(net), whole_batch(net, x))
 
 
 @on_ranks(2)
@@ -571,42 +486,37 @@ def test_a_rank_without_a_batch_calls_finish_grad_sync(set_to_none):
 
 
 @on_ranks(2)
-def test_uses_of_join_that_could_not_work_are_rejected_on_every_rank():
-    net, x = make_net(), make_data(3)
-    model = DistributedDataParallel(net)
-    with pytest.raises(RuntimeError, match=r"join\(\): each forward\(\) .* by one backward\(\)"):
-        with model.join():
-            if dist.get_rank() == 0:
-                model(x)
-                model(x)
-    late = DistributedDataParallel(make_net())
-    with pytest.raises(RuntimeError, match=r"join\(\): each forward\(\) .* by one backward\(\)"):
-        with late.join():
-            with late.no_sync():
-                loss = mean_square(late, x)
-            loss.backward()
-    with pytest.raises(RuntimeError, match="exhausted"):
-        early = DistributedDataParallel(make_net())
-        with early.join(throw_on_early_termination=True):
-            if dist.get_rank() == 0:
-                early(x)
-    summed = DistributedDataParallel(make_net(), gradient_divide_factor=1)
-    with pytest.raises(ValueError, match="does not support groups and gradient_divide_factor"):
-        summed.join()
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    second = DistributedDataParallel(net)
-    with pytest.raises(ValueError, match=r"takes one model, which comes first"):
-        with Join([optimizer, second]):
-            second(x)
+def test_a_rank_without_a_batch_runs_a_sharded_pass_whose_loss_counts_zero():
+    x = make_data(3)
     sharded = FullyShardedDataParallel(make_net())
-    for refused in (sharded.join, sharded.finish_grad_sync):
-        with pytest.raises(RuntimeError, match=r".*\(\).*: every rank must run each pass; without"):
-            refused()
+    with pytest.raises(RuntimeError, match="before any backward: every rank must run each pass"):
+        sharded.finish_grad_sync()
     frozen = FullyShardedDataParallel(make_net().requires_grad_(False))
     frozen.finish_grad_sync()  # no pass gives it gradients
-    (mean_square(sharded, x) * dist.get_rank()).backward()  # the cure: rank 0 has no batch
+    (mean_square(sharded, x) * dist.get_rank()).backward()  # rank 0 has no batch
     loss = lambda net: mean_square(net, x) / 2
     assert_close(whole_gradients(sharded.module), gradients_alone(make_net(), loss))
+
+
+def _take_unlike_numbers_of_steps(kind, leave):
+    """Rank 1 calls leave() after one step, and rank 0 goes on."""
+    net = make_net()
+    model = DistributedDataParallel(net) if kind == "ddp" else FullyShardedDataParallel(net)
+    for _ in range(3):
+        mean_square(model, make_data(3)).backward()
+        if dist.get_rank() == 1:
+            leave()
+
+
+LEAVE = {"exits": partial(os._exit, 0), "is silent": partial(signal.raise_signal, signal.SIGSTOP)}
+
+
+@pytest.mark.parametrize("how", ["exits", soak("is silent")])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_rank_that_leaves_its_loop_early_ends_its_peers_with_an_error(kind, how):
+    limits = {"timeout": 20, "group_timeout": 3}
+    peer, _ = spawn(2, _take_unlike_numbers_of_steps, kind, LEAVE[how], check=False, **limits)
+    assert peer.exitcode == 1 and "rank 0 lost rank 1" in peer.error_text, peer.error_text
 
 
 # ---- dtypes --------------------------------------------------------------------------------------

@@ -498,9 +498,9 @@ def test_the_gradients_of_ddp_are_added_to_its_buckets_without_a_copy():
     trainer, taken = make_trainer("--dp 2 --zero 0"), []
     trainer.step(*own_batch(trainer))
 
-    def take(bucket, parameter, divisor, right=GradBucket.take):
-        taken.append(parameter.grad is bucket.slots[parameter])
-        right(bucket, parameter, divisor)
+    def take(bucket, parameter, slot, right=GradBucket.take):
+        taken.append(parameter.grad is slot)
+        right(bucket, parameter, slot)
 
     with patch.object(GradBucket, "take", take):
         trainer.step(*own_batch(trainer))

@@ -570,7 +570,7 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_fp32(dtype):
 
 
 class Tied(nn.Module):
-    """An embedding in 16 bits, and a head that may compute its gradient in lent memory."""
+    """An embedding in 16 bits, and a head that computes its gradient where .grad is to be."""
 
     def __init__(self, vocab_size, width):
         super().__init__()
@@ -584,15 +584,15 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("stage", [1, 2])
 @on_ranks(1)
-def test_a_tied_weights_gradients_are_summed_in_16_bits_before_they_are_summed_in_32(stage):
-    """A CPU also has the embedding's gradient in 32 bits, so there are 2 + 2 + 4 bytes."""
+def test_the_second_gradient_of_a_tied_weight_is_added_to_the_first_one_in_32_bits(stage):
+    """The head's is 4 bytes, where .grad is. A CPU has the embedding's in 4 bytes, and in 2."""
     model = FullyShardedDataParallel(Tied(4096, 64), stage=stage, reduce_dtype=torch.float32)
     for _ in range(2):
         with model.no_sync(), model.module.store.during():
             loss = model(torch.arange(8)).square().mean()
             with Peak() as peak:
                 loss.backward()
-        assert peak.bytes / (4096 * 64) == pytest.approx(2 + 2 + 4, rel=1e-3)
+        assert peak.bytes / (4096 * 64) == pytest.approx(4 + 4 + 2, rel=1e-3)
 
 
 @in_layouts(*LAYOUTS)

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import tensor_parallel
 import zero
 from collectives import (
     all_reduce, all_reduce_bytes, count_bytes, gather_objects, observe, rank_and_size,
@@ -364,6 +363,36 @@ def test_the_short_form_of_stage_2_frees_the_gradients_of_a_unit_before_the_next
     assert_close(net.state_dict(), alone.state_dict(), 1e-5)
 
 
+@on_ranks(1, 3)
+def test_the_straight_path_of_stage_3_trains_as_one_process_and_holds_two_units_at_a_time():
+    (rank, P), net, alone = rank_and_size(), stack(), stack()
+    alone.load_state_dict(net.state_dict())
+    sequence = zero.StoredSequence(net.blocks)
+    held = []
+
+    def count(*arguments):
+        held.append(sum(u.flat.untyped_storage().nbytes() > 0 for u in sequence.units))
+
+    for block in net.blocks:
+        block.register_forward_pre_hook(count)
+        block.register_full_backward_hook(count)
+    optimizer = torch.optim.SGD([unit.shard for unit in sequence.units], lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        plain.zero_grad()
+        (sum(mean_square(alone, torch.ones(2, 96) + r) for r in range(P)) / P).backward()
+        plain.step()
+        with least_bytes(), count_bytes() as traffic:
+            mean_square(net, torch.ones(2, 96) + rank).backward()
+            sequence.finish()
+        assert traffic.bytes() == zero_bytes(3, 4 * 96 * 96 * 4, P)
+        optimizer.step()
+    assert max(held) == 2
+    for unit, weight in zip(sequence.units, alone.parameters(), strict=True):
+        assert unit.flat.untyped_storage().nbytes() == 0
+        assert_close(unit.shard.detach(), weight.detach().flatten().chunk(P)[rank], 1e-5)
+
+
 # ---- replicas of shards, and 32-bit copies of them -----------------------------------------------
 
 
@@ -423,8 +452,8 @@ def test_gradients_of_16_bit_weights_add_up_in_32_bits_and_update_a_32_bit_copy(
                 y = model(torch.full((1, 1), x, dtype=dtype, requires_grad=True))
                 model.reshard()  # so backward gathers the weight again
                 y.sum().backward()
-        # Deferred products add to .grad of the computing parameter, which has its own grad_dtype.
-        assert seen == 2 * [torch.float32 if dtype == torch.bfloat16 else torch.bfloat16]
+        # Products are added to .grad of the computing parameter, which accepts every dtype.
+        assert seen == 2 * [None]
         assert net[0].weight.dtype == dtype and net[0].weight.grad.dtype == torch.float32
         expected = total if only_adds else 257
         assert whole_gradients(net)["0.weight"].item() == expected
@@ -470,7 +499,7 @@ class PassesOver(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["fp64", "bf16", "bf16 of fp32"])
 @on_ranks(2)
 def test_a_layer_writes_its_weights_gradient_where_the_sum_is_taken_from(kind, stage):
-    """Nothing is copied in any microbatch, unless a weight has several products.
+    """Nothing is copied in any microbatch, also if a weight has several products.
 
     A weight's tensor hook sees the gradient of its microbatch alone. In 16 bits, a product is added
     to the sum in 32 bits. bf16 of fp32: param_dtype is bf16, and the parameters are in fp32.
@@ -506,7 +535,7 @@ def test_a_layer_writes_its_weights_gradient_where_the_sum_is_taken_from(kind, s
             with PassesOver() as passes:
                 loss.backward()
         assert passes.counts[24] == (dtype is torch.bfloat16)  # which a GPU's product saves, too
-        assert passes.counts[36] == (2 if kind == "fp64" else 4)
+        assert passes.counts[36] == 2 * (dtype is torch.bfloat16)
     for name, piece in pieces.items():
         part = expected[name].flatten()[piece.offset :][: piece.numel()]
         assert_close(piece.grad.detach().flatten(), part, 1e-12 if dtype is torch.float64 else 3e-2)
@@ -527,18 +556,17 @@ class InsideAndOutside(nn.Module):
 
 
 @on_ranks(1)
-def test_a_layer_that_accepts_no_loan_has_its_products_added_in_the_dtype_of_the_sum():
-    """If it wrote to a loan, autograd would round the sum to the dtype of the product."""
-    store = WeightGradStore()
-    net = nn.Linear(1, 1, bias=False)
-    net.forward = lambda x: column_parallel_linear(x, net.weight, defer=store)
-    model = FullyShardedDataParallel(net, stage=1, param_dtype=torch.bfloat16,
-                                     reduce_dtype=torch.float32)  # fmt: skip
-    with patch.object(tensor_parallel, "_accept_lent", lambda weight: None):
+def test_products_of_any_layer_are_added_in_the_dtype_of_the_sum():
+    """If autograd converted the sum to the dtype of a product, it would be rounded."""
+    for linear in F.linear, partial(column_parallel_linear, defer=WeightGradStore()):
+        net = nn.Linear(1, 1, bias=False)
+        net.forward = lambda x: linear(x, net.weight)
+        model = FullyShardedDataParallel(net, stage=1, param_dtype=torch.bfloat16,
+                                         reduce_dtype=torch.float32)  # fmt: skip
         for x in (256.0, 1.0):
-            with nullcontext() if x == 1 else model.no_sync(), store.during():
+            with nullcontext() if x == 1 else model.no_sync():
                 model(torch.full((1, 1), x)).sum().backward()
-    assert net.weight.grad.detach().item() == 257
+        assert net.weight.grad.detach().item() == 257
 
 
 @on_ranks(1)
@@ -549,7 +577,7 @@ def test_a_sum_in_16_bits_does_not_round_the_32_bit_gradients_that_are_added_to_
     model = FullyShardedDataParallel(net, stage=1, reduce_dtype=torch.bfloat16)
 
     def forward(x):
-        if not net.weight._backward_hooks:  # with a hook nothing is lent
+        if not net.weight._backward_hooks:  # with a hook, autograd adds
             net.weight.register_hook(lambda gradient: gradient)
         return column_parallel_linear(x, net.weight, defer=store)
 
@@ -561,7 +589,7 @@ def test_a_sum_in_16_bits_does_not_round_the_32_bit_gradients_that_are_added_to_
 
 
 @on_ranks(1)
-def test_nothing_is_lent_outside_of_a_pipeline_so_autograd_grad_returns_one_gradient():
+def test_outside_of_a_pipeline_autograd_grad_returns_one_gradient():
     store, weights = WeightGradStore(), []
     net = nn.Linear(4, 4, bias=False)
     model = FullyShardedDataParallel(net, stage=1)
@@ -580,15 +608,16 @@ def test_nothing_is_lent_outside_of_a_pipeline_so_autograd_grad_returns_one_grad
 
 
 @on_ranks(1)
-def test_a_part_that_is_lent_to_one_backward_is_refused_to_another_inside_it():
+def test_a_weight_may_be_used_by_a_backward_and_by_another_inside_it():
     store = WeightGradStore()
-    model = FullyShardedDataParallel(
-        InsideAndOutside(partial(column_parallel_linear, defer=store)), stage=1
-    )
-    loss = model(torch.randn(3, 4)).square().mean()
-    fault = "'weight' is used by a backward and by another inside it"
-    with store.during(), pytest.raises(RuntimeError, match=fault):
-        loss.backward()
+    net = InsideAndOutside(partial(column_parallel_linear, defer=store)).double()
+    alone = copy.deepcopy(net)
+    model = FullyShardedDataParallel(net, stage=1)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    with store.during():
+        model(x).square().mean().backward()
+    alone(x).square().mean().backward()
+    assert_close(net.weight.grad.detach().view(4, 4), alone.weight.grad, 1e-12)
 
 
 # ---- the optimizer of shards ---------------------------------------------------------------------
