@@ -699,7 +699,7 @@ class Part:
 
     def end_dispatch(self, rows, journey):
         """Return the rows that this rank's experts have received, (M, ...), sorted by expert."""
-        rows = _Await.apply(rows, journey)
+        rows = journey.wait(rows)
         if len(self.sizes) > 1:
             rows = _Permuted.apply(rows, self.by_expert, self.by_rank)
         return rows
@@ -715,7 +715,7 @@ class Part:
 
         Weights are cast to the dtype of the rows, in which products and sums are rounded, too.
         """
-        rows = _Await.apply(rows, journey)
+        rows = journey.wait(rows)
         if weights is not None:
             weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
             return _WeightedSums.apply(rows, weights, self.token, self.num_tokens)
@@ -725,7 +725,7 @@ class Part:
 
     def post(self, rows, received, sent, hand_over):
         journey = Journey(received, sent, self.plan.group, self.plan.overlaps, hand_over)
-        return _Post.apply(rows, journey), journey
+        return journey.post(rows), journey
 
     @cached_property
     def by_expert(self):
@@ -822,6 +822,14 @@ class Journey:
         self.hand_over = hand_over
         self.operation = None
         self.gradient = None  # what arrives in backward
+
+    def post(self, rows):
+        """Begin to send rows. Return what wait() takes. With wait(): V -> V."""
+        return _Post.apply(rows, self)
+
+    def wait(self, rows):
+        """Return the rows (M, ...), once they have arrived."""
+        return _Await.apply(rows, self)
 
     def begin(self, rows, received, sent):
         """Begin to send rows; return the tensor that holds what is received once end() returns."""
