@@ -651,7 +651,7 @@ def test_gradients_of_fp16_logits_are_scaled_before_they_are_rounded(inplace):
     losses.mean().mul(2**16).backward()
     assert logits.grad.dtype == torch.float16 and torch.equal(logits, own)
     assert_close(logits.grad.double(), expected, 2**-11)
-    assert (logits.grad == 0).float().mean() < 0.01
+    assert not logits.grad[expected.abs() >= 2**-24].eq(0).any()  # the least number of fp16
     assert round(kept / own.nbytes) == 2
 
 
