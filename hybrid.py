@@ -1067,6 +1067,7 @@ def make_mesh(args, groups=None, device=torch.device("cpu")):
         set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
+    barrier()  # no rank may end, and close its connections, while others still make theirs
     return Mesh(**mine)
 
 
