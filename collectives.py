@@ -215,7 +215,8 @@ def plain_all_gather(output, input, group=None):
 def plain_all_to_all(output, input, group=None):
     """Copy chunk j of rank i's `input` to chunk i of rank j's `output`, for all i and j."""
     rank, P = rank_and_size(group)
-    check_fits(output, input, output.numel(), input.numel() // P * P)
+    check_fits(output, input, output.numel(), input.numel())
+    check_fits(output, input, output.numel(), input.numel() // P * P)  # P divides both
     outgoing = input.view(-1).chunk(P)
     arriving = output.view(-1).chunk(P)
     arriving[rank].copy_(outgoing[rank])

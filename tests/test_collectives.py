@@ -351,6 +351,8 @@ def test_the_plain_forms_refuse_unequal_sizes_other_dtypes_and_tensors_with_gaps
                 plain(*wrong)
     with pytest.raises(ValueError, match="output has 3 elements .* input makes 2"):
         plain_all_to_all(x(3), x(3))
+    with pytest.raises(ValueError, match="output has 2 elements .* input makes 3"):
+        plain_all_to_all(x(2), x(3))  # one chunk would be filled with a part of another
     for plain, *gaps in [
         (plain_reduce_scatter, x(2), x(4, 2)[:, 0]),
         (plain_all_gather, x(4, 2)[:, 0], x(2)),

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import tensor_parallel
 import zero
 from collectives import (
     all_reduce, all_reduce_bytes, count_bytes, gather_objects, observe, rank_and_size,
@@ -391,6 +392,16 @@ def test_the_straight_path_of_stage_3_trains_as_one_process_and_holds_two_units_
     for unit, weight in zip(sequence.units, alone.parameters(), strict=True):
         assert unit.flat.untyped_storage().nbytes() == 0
         assert_close(unit.shard.detach(), weight.detach().flatten().chunk(P)[rank], 1e-5)
+
+
+@on_ranks(2)
+def test_a_clipping_norm_of_a_tensor_parallel_ranks_part_alone_is_refused():
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    layer = tensor_parallel.ColumnParallelLinear(4, 4, group=dist.group.WORLD)
+    model = FullyShardedDataParallel(layer, process_group=alone)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="clip_grad_norm_.. of parameters that have groups"):
+        model.clip_grad_norm_(1.0)
 
 
 # ---- replicas of shards, and 32-bit copies of them -----------------------------------------------
