@@ -115,9 +115,12 @@ def plain_exchange(sends, receives, group=None):
 
 
 def ring_all_reduce(tensor, group=None):
-    """Sum a contiguous tensor over the group in place, in 2(P-1) steps of 1/P of its bytes each."""
+    """Sum a contiguous tensor over the group in place, in 2(P-1) steps of 1/P of its bytes each.
+
+    It can have any length. If P does not divide it, chunks differ by one element, or are empty.
+    """
     rank, P = rank_and_size(group)
-    chunks = tensor.view(-1).tensor_split(P)
+    chunks = tensor.view(-1).tensor_split(P)  # chunk() could return fewer than P
     for step in range(2 * (P - 1)):
         outgoing = chunks[(rank - step - 1) % P]
         own = chunks[(rank - step - 2) % P]

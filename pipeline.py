@@ -131,12 +131,12 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 
     It takes the same arguments, and returns the same.
 
-    A rank first goes forward once per later stage: this is its warm-up. It then goes forward once
-    more and waits for its first gradient. The last stage has no warm-up and need not wait, because
-    its backward begins with its own loss. After a shorter warm-up, too few microbatches would be on
-    their way, and the last stage would wait for inputs. A longer one would hold more activations,
-    and would not shorten the step if messages take no time, because the last stage is already busy
-    from its first forward to its last backward.
+    A rank first goes forward once per later stage, or m times if m is smaller: this is its warm-up.
+    It then goes forward once more and waits for its first gradient. The last stage has no warm-up
+    and need not wait, because its backward begins with its own loss. After a shorter warm-up, too
+    few microbatches would be on their way, and the last stage would wait for inputs. A longer one
+    would hold more activations, and would not shorten the step if messages take no time, because
+    the last stage is already busy from its first forward to its last backward.
 
     From then on a rank goes backward after each forward, which frees the activations of one
     microbatch before it makes those of another: this is the steady phase. The backwards that are
