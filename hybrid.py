@@ -1750,11 +1750,12 @@ def read_tokens(path, dtype):
     need(not is_llmc, f"{name} begins with llm.c's header of 1024 bytes, which are no tokens")
     need(not is_utf8(head), f"{name} is text, so its name should not end with .bin")
     tokens = np.memmap(path, dtype, "r")
-    # Of wider integers, one half is 0 or far below the other one: 0 or 1 for tokens below 2**17
+    # Of wider integers, one half is 0 or far below the other one: below 16 for tokens below 2**20
     end = tokens[max(len(tokens) // 2, len(tokens) - 2**20) :]  # without a header, which may differ
-    low, high = sorted([int(end[::2].sum()), int(end[1::2].sum())])
+    small, large = sorted([end[::2], end[1::2]], key=lambda half: int(half.sum()))
+    is_wider = 64 * int(small.sum()) < int(large.sum()) and small.max(initial=0) < 16
     how = f"np.fromfile(FILE, DTYPE).astype(np.{dtype.__name__}).tofile('train.bin')"
-    need(64 * low >= high, f"{name} is of a wider type than {dtype.__name__}: {how}")
+    need(not is_wider, f"{name} is of a wider type than {dtype.__name__}: {how}")
     return tokens
 
 
