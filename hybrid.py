@@ -329,8 +329,10 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     plain_weights(), plain_part()      initialize(), set_shard(): no rank has a whole weight
 #     PlainStage, PlainLayer             GPT, Block
 #
-# Read "the loop" and "one step" first, then what they rest on: "mesh", "where each parameter lives"
-# and "model". A reader who wants the technique alone may stop at "services".
+# Sections stand in the order in which to read them. The loop calls a step, and a step sends over the
+# groups of the mesh what the table in "where each parameter lives" says. After "one step" come the
+# things that a step works with: wrapped chunks, optimizer, model, division of layers, and initial
+# values. A reader who wants the technique alone may stop at "services".
 
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
@@ -451,6 +453,148 @@ def validate(trainer, data, prompt, log):
         log.sample(show(prompt), show(tokens), show(prompt + tokens))
 
 
+# ---- mesh ----------------------------------------------------------------------------------------
+
+
+class Mesh(SimpleNamespace):
+    """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
+
+    pp_group, dp_group, cp_group, tp_group   the ranks that differ on this axis only
+    dp_cp_group              the ranks of dp x cp, over which gradients are summed
+    shard_group              neighbours in dp_cp_group that together hold one copy of ZeRO's shards
+    replicate_group          the ranks of dp_cp_group that hold the same shards
+    ep_group                 ranks of dp x cp x tp that together hold each expert of a layer once
+    expert_dp_group          the ranks of dp x cp that hold the same experts
+    expert_shard_group       neighbours in expert_dp_group that together hold one copy of the shards
+    expert_replicate_group   the ranks of expert_dp_group that hold the same shards
+    expert_tp_group          the ranks of tp that hold the same experts
+    node_group               the ranks of ep_group on this node
+    cross_group              the ranks of ep_group with the same rank in their node_group
+    embedding_group          the first and the last rank of pp_group; others have no such group
+
+    plain_groups() shows pp_group, dp_group and tp_group for 8 ranks. Experts are spread over
+    gcd(ep, tp) ranks of tp, and then over dp x cp. With 8 ranks and pp 1:
+
+                           tp 2 and ep 4         tp 4 and ep 2
+        tp_group           0 1, 2 3, 4 5, 6 7    0 1 2 3, 4 5 6 7
+        ep_group           0 1 2 3, 4 5 6 7      0 1, 2 3, 4 5, 6 7
+        expert_dp_group    0 4, 1 5, 2 6, 3 7    0 4, 1 5, 2 6, 3 7
+        expert_tp_group    each rank is alone    0 2, 1 3, 4 6, 5 7
+
+    With dp 4 and --replicate 2, ZeRO cuts over 0 1 and 2 3, and 0 2 and 1 3 have the same shards.
+    With ep 8 over two nodes of four ranks:
+
+        node_group         0 1 2 3, 4 5 6 7
+        cross_group        0 4, 1 5, 2 6, 3 7
+    """
+
+
+GRADIENT_GROUPS = {  # over which DDP and ZeRO sum gradients
+    "dp_cp_group", "shard_group", "replicate_group",
+    "expert_dp_group", "expert_shard_group", "expert_replicate_group",
+}  # fmt: skip
+
+
+def make_mesh(args, groups=None, device=torch.device("cpu")):
+    """Create all groups of the grid and return this process's Mesh. Collective.
+
+    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. But
+    gradients have groups of their own, because the operations of a group run in order, and layers'
+    messages should not wait for gradients. groups: those of earlier meshes, to be used again.
+    """
+    rank = dist.get_rank()
+    groups = {} if groups is None else groups
+    gpu = device if over_nccl(args, device) else None
+    of_gradients = set(GRADIENT_GROUPS)
+    if not args.experts:  # nothing is sent over dp_group, so gradients may share it
+        of_gradients.add("dp_group")
+    mine = {}
+    degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
+    for name, slices in slices_of(*degrees).items():  # in the same order on all ranks
+        for ranks in map(tuple, slices.tolist()):
+            is_alone = len(ranks) == 1
+            if is_alone and rank not in ranks:
+                continue  # a group of one is created by its rank alone
+            key = ranks, not is_alone and name in of_gradients
+            if key not in groups:
+                groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
+            if rank in ranks:
+                mine[name] = groups[key]
+    for group in dict.fromkeys(mine.values()):
+        nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
+        sizes = {nodes.count(node) for node in nodes}
+        set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
+        if args.collectives == "backend":
+            set_backend_collectives(group)
+    barrier()  # no rank may end, and close its connections, while others still make theirs
+    return Mesh(**mine)
+
+
+def over_nccl(args, device):
+    """Return whether messages go over NCCL, for which each process needs a GPU of its own."""
+    return device.type == "cuda" and args.device != "shared"
+
+
+def make_group(ranks, timeout, gpu=None):
+    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
+
+    On a GPU it has NCCL, on a stream of high priority, so that messages do not wait for kernels of
+    the computation. Otherwise, and if it has one rank, it has the backend of the world, gloo.
+    """
+    is_alone = len(ranks) == 1
+    if is_alone or gpu is None:
+        return dist.new_group(ranks, timeout, use_local_synchronization=is_alone)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group() warns if it differs
+    return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
+
+
+def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
+    """Cut the grid (pp, dp, cp, tp) into groups. Return {name: ranks}, one row per group.
+
+    ep_nodes: the number of nodes over which an ep_group is spread.
+    replicate: the number of copies of ZeRO's shards in a dp_cp_group. In an expert_dp_group it is
+        gcd(replicate, size of the group).
+    """
+    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
+    replicas = differing(grid, 1, 2)
+    ends = grid[[0, -1]] if pp > 1 else grid
+    # An ep_group takes in_tp neighbours of tp at in_dp_cp neighbouring places of dp x cp. In Mesh's
+    # first example these are 2 and 2, so ranks 0 to 3 share the experts and 4 to 7 have copies.
+    in_tp = math.gcd(ep, tp)
+    in_dp_cp = ep // in_tp
+    domain = grid.view(pp, -1, in_dp_cp, tp // in_tp, in_tp)  # (pp, copy, part, tp copy, tp part)
+    ep_groups = differing(domain, 2, 4)  # the two parts tell which experts a rank holds
+    expert_replicas = differing(domain, 1)
+    shard_copies = math.gcd(replicate, expert_replicas.shape[1])
+    # A row consists of `count` runs of neighbours. A group is one run, or one rank of each run.
+    runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
+    across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
+    return {
+        "pp_group": differing(grid, 0),
+        "dp_group": differing(grid, 1),
+        "cp_group": differing(grid, 2),
+        "tp_group": differing(grid, 3),
+        "dp_cp_group": replicas,
+        "shard_group": runs_of(replicas, replicate),  # 2 runs of 0 2 4 6: 0 2, 4 6
+        "replicate_group": across_runs(replicas, replicate),  # across them: 0 4, 2 6
+        "ep_group": ep_groups,
+        "expert_dp_group": expert_replicas,
+        "expert_shard_group": runs_of(expert_replicas, shard_copies),
+        "expert_replicate_group": across_runs(expert_replicas, shard_copies),
+        "expert_tp_group": differing(domain, 3),
+        "embedding_group": differing(ends, 0),
+        "node_group": runs_of(ep_groups, ep_nodes),
+        "cross_group": across_runs(ep_groups, ep_nodes),
+    }
+
+
+def differing(grid, *dims):
+    """Return a row for each group: the ranks that differ on these dims of the grid only."""
+    at_end = range(-len(dims), 0)
+    return grid.movedim(dims, tuple(at_end)).flatten(-len(dims)).flatten(0, -2)
+
+
 # ---- where each parameter lives ------------------------------------------------------------------
 #
 # Each rank of the group over which a parameter is split holds a part of it, and the part's gradient
@@ -504,6 +648,37 @@ class Homes(NamedTuple):
     experts: Home
 
 
+def homes_of(mesh):
+    """Return the Homes of a Mesh."""
+    dense = Home(
+        split_group=mesh.tp_group, copies_group=mesh.tp_group, dp_group=mesh.dp_cp_group,
+        shard_group=mesh.shard_group, replicate_group=mesh.replicate_group,
+    )  # fmt: skip
+    experts = Home(
+        split_group=mesh.ep_group, copies_group=mesh.expert_tp_group,
+        dp_group=mesh.expert_dp_group, shard_group=mesh.expert_shard_group,
+        replicate_group=mesh.expert_replicate_group,
+    )  # fmt: skip
+    return Homes(dense, experts)
+
+
+class Normal(NamedTuple):
+    """An initial value: numbers from a normal distribution with mean 0."""
+
+    std: float = 0.02  # as in nanoGPT
+
+
+def declare(module, is_expert=False, **initial):
+    """Say what placements_of() needs to know of a module's own parameters and buffers. Return it.
+
+    initial: {name: value}, where a value is a Normal, or a number for all elements.
+    is_expert: whether the module holds this rank's experts.
+    """
+    module.initial = initial
+    module.is_expert = is_expert
+    return module
+
+
 @dataclass(frozen=True, eq=False)
 class Placement:
     """Where a parameter or buffer of this rank lives, and what it begins with.
@@ -543,18 +718,48 @@ class Placement:
         return not self.is_copy and (self.shard is not None or is_first)
 
 
+def placements_of(chunks, homes, replicated):
+    """Return a Placement for each parameter and buffer of this rank's chunks.
+
+    replicated: whether the second chunk belongs to a second replica of the model. Raises ValueError
+    for a parameter or buffer without a declared initial value.
+    """
+    placements = []
+    for number, chunk in enumerate(chunks):
+        buffers = dict(chunk.named_buffers())
+        saved = chunk.state_dict()  # which lacks the buffers that are not persistent
+        for name in [*dict(chunk.named_parameters()), *buffers]:
+            path, _, attribute = name.rpartition(".")
+            module = chunk.get_submodule(path)
+            initial = getattr(module, "initial", {})
+            need(attribute in initial, f"{name} has no initial value: see declare()")
+            original = chunk.copies.get(name, name)
+            row = Placement(
+                name=original, module=module, attribute=attribute, chunk=number,
+                initial=initial[attribute],
+                home=homes.experts if module.is_expert else homes.dense,
+                shard=getattr(module, "shards", {}).get(attribute),
+                sum_over_tp=attribute in getattr(module, "sums_over_tp", ()),
+                is_tied=original in chunk.copies.values(),
+                is_copy=name in chunk.copies or (replicated and number == 1),
+                is_buffer=name in buffers, is_saved=name in saved,
+            )  # fmt: skip
+            placements.append(row)
+    return placements
+
+
 # ---- one step ------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """One rank's part of the training, given its Args and its Mesh, which are described below.
+    """One rank's share of the training, given its Args (see "flags") and its Mesh.
 
     positions: the positions of each sequence that this rank holds.
     replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
     chunks: a GPT for each pipeline stage that this rank has.
     unique_chunks: the same without the second replica that DualPipe keeps.
-    homes: Homes, and placements: a Placement for each parameter and buffer of this rank, both
-        described under "where each parameter lives".
+    homes: Homes.
+    placements: a Placement for each parameter and buffer of this rank.
     mixtures: {row in sum_tallies(): MoE} of this rank's mixtures of experts.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     optimizer: that of make_optimizer().
@@ -864,67 +1069,6 @@ def wrap_in_zero(args, homes, chunks, weights):
     return stages
 
 
-class Normal(NamedTuple):
-    """An initial value: numbers from a normal distribution with mean 0."""
-
-    std: float = 0.02  # as in nanoGPT
-
-
-def declare(module, is_expert=False, **initial):
-    """Say what placements_of() needs to know of a module's own parameters and buffers. Return it.
-
-    initial: {name: value}, where a value is a Normal, or a number for all elements.
-    is_expert: whether the module holds this rank's experts.
-    """
-    module.initial = initial
-    module.is_expert = is_expert
-    return module
-
-
-def homes_of(mesh):
-    """Return the Homes of a Mesh."""
-    dense = Home(
-        split_group=mesh.tp_group, copies_group=mesh.tp_group, dp_group=mesh.dp_cp_group,
-        shard_group=mesh.shard_group, replicate_group=mesh.replicate_group,
-    )  # fmt: skip
-    experts = Home(
-        split_group=mesh.ep_group, copies_group=mesh.expert_tp_group,
-        dp_group=mesh.expert_dp_group, shard_group=mesh.expert_shard_group,
-        replicate_group=mesh.expert_replicate_group,
-    )  # fmt: skip
-    return Homes(dense, experts)
-
-
-def placements_of(chunks, homes, replicated):
-    """Return a Placement for each parameter and buffer of this rank's chunks.
-
-    replicated: whether the second chunk belongs to a second replica of the model. Raises ValueError
-    for a parameter or buffer without a declared initial value.
-    """
-    placements = []
-    for number, chunk in enumerate(chunks):
-        buffers = dict(chunk.named_buffers())
-        saved = chunk.state_dict()  # which lacks the buffers that are not persistent
-        for name in [*dict(chunk.named_parameters()), *buffers]:
-            path, _, attribute = name.rpartition(".")
-            module = chunk.get_submodule(path)
-            initial = getattr(module, "initial", {})
-            need(attribute in initial, f"{name} has no initial value: see declare()")
-            original = chunk.copies.get(name, name)
-            row = Placement(
-                name=original, module=module, attribute=attribute, chunk=number,
-                initial=initial[attribute],
-                home=homes.experts if module.is_expert else homes.dense,
-                shard=getattr(module, "shards", {}).get(attribute),
-                sum_over_tp=attribute in getattr(module, "sums_over_tp", ()),
-                is_tied=original in chunk.copies.values(),
-                is_copy=name in chunk.copies or (replicated and number == 1),
-                is_buffer=name in buffers, is_saved=name in saved,
-            )  # fmt: skip
-            placements.append(row)
-    return placements
-
-
 # ---- the optimizer -------------------------------------------------------------------------------
 
 
@@ -992,148 +1136,6 @@ def learning_rate(step, args):
         height = (1 + math.cos(math.pi * progress)) / 2
     floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
     return args.lr * (floor + (1 - floor) * height)
-
-
-# ---- mesh ----------------------------------------------------------------------------------------
-
-
-class Mesh(SimpleNamespace):
-    """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
-
-    pp_group, dp_group, cp_group, tp_group   the ranks that differ on this axis only
-    dp_cp_group              the ranks of dp x cp, over which gradients are summed
-    shard_group              neighbours in dp_cp_group that together hold one copy of ZeRO's shards
-    replicate_group          the ranks of dp_cp_group that hold the same shards
-    ep_group                 ranks of dp x cp x tp that together hold each expert of a layer once
-    expert_dp_group          the ranks of dp x cp that hold the same experts
-    expert_shard_group       neighbours in expert_dp_group that together hold one copy of the shards
-    expert_replicate_group   the ranks of expert_dp_group that hold the same shards
-    expert_tp_group          the ranks of tp that hold the same experts
-    node_group               the ranks of ep_group on this node
-    cross_group              the ranks of ep_group with the same rank in their node_group
-    embedding_group          the first and the last rank of pp_group; others have no such group
-
-    plain_groups() shows pp_group, dp_group and tp_group for 8 ranks. Experts are spread over
-    gcd(ep, tp) ranks of tp, and then over dp x cp. With 8 ranks and pp 1:
-
-                           tp 2 and ep 4         tp 4 and ep 2
-        tp_group           0 1, 2 3, 4 5, 6 7    0 1 2 3, 4 5 6 7
-        ep_group           0 1 2 3, 4 5 6 7      0 1, 2 3, 4 5, 6 7
-        expert_dp_group    0 4, 1 5, 2 6, 3 7    0 4, 1 5, 2 6, 3 7
-        expert_tp_group    each rank is alone    0 2, 1 3, 4 6, 5 7
-
-    With dp 4 and --replicate 2, ZeRO cuts over 0 1 and 2 3, and 0 2 and 1 3 have the same shards.
-    With ep 8 over two nodes of four ranks:
-
-        node_group         0 1 2 3, 4 5 6 7
-        cross_group        0 4, 1 5, 2 6, 3 7
-    """
-
-
-GRADIENT_GROUPS = {  # over which DDP and ZeRO sum gradients
-    "dp_cp_group", "shard_group", "replicate_group",
-    "expert_dp_group", "expert_shard_group", "expert_replicate_group",
-}  # fmt: skip
-
-
-def make_mesh(args, groups=None, device=torch.device("cpu")):
-    """Create all groups of the grid and return this process's Mesh. Collective.
-
-    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. But
-    gradients have groups of their own, because the operations of a group run in order, and layers'
-    messages should not wait for gradients. groups: those of earlier meshes, to be used again.
-    """
-    rank = dist.get_rank()
-    groups = {} if groups is None else groups
-    gpu = device if over_nccl(args, device) else None
-    of_gradients = set(GRADIENT_GROUPS)
-    if not args.experts:  # nothing is sent over dp_group, so gradients may share it
-        of_gradients.add("dp_group")
-    mine = {}
-    degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
-    for name, slices in slices_of(*degrees).items():  # in the same order on all ranks
-        for ranks in map(tuple, slices.tolist()):
-            is_alone = len(ranks) == 1
-            if is_alone and rank not in ranks:
-                continue  # a group of one is created by its rank alone
-            key = ranks, not is_alone and name in of_gradients
-            if key not in groups:
-                groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
-            if rank in ranks:
-                mine[name] = groups[key]
-    for group in dict.fromkeys(mine.values()):
-        nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
-        sizes = {nodes.count(node) for node in nodes}
-        set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
-        if args.collectives == "backend":
-            set_backend_collectives(group)
-    barrier()  # no rank may end, and close its connections, while others still make theirs
-    return Mesh(**mine)
-
-
-def over_nccl(args, device):
-    """Return whether messages go over NCCL, for which each process needs a GPU of its own."""
-    return device.type == "cuda" and args.device != "shared"
-
-
-def make_group(ranks, timeout, gpu=None):
-    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
-
-    On a GPU it has NCCL, on a stream of high priority, so that messages do not wait for kernels of
-    the computation. Otherwise, and if it has one rank, it has the backend of the world, gloo.
-    """
-    is_alone = len(ranks) == 1
-    if is_alone or gpu is None:
-        return dist.new_group(ranks, timeout, use_local_synchronization=is_alone)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # new_group() warns if it differs
-    return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
-
-
-def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
-    """Cut the grid (pp, dp, cp, tp) into groups. Return {name: ranks}, one row per group.
-
-    ep_nodes: the number of nodes over which an ep_group is spread.
-    replicate: the number of copies of ZeRO's shards in a dp_cp_group. In an expert_dp_group it is
-        gcd(replicate, size of the group).
-    """
-    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-    replicas = differing(grid, 1, 2)
-    ends = grid[[0, -1]] if pp > 1 else grid
-    # An ep_group takes in_tp neighbours of tp at in_dp_cp neighbouring places of dp x cp. In Mesh's
-    # first example these are 2 and 2, so ranks 0 to 3 share the experts and 4 to 7 have copies.
-    in_tp = math.gcd(ep, tp)
-    in_dp_cp = ep // in_tp
-    domain = grid.view(pp, -1, in_dp_cp, tp // in_tp, in_tp)  # (pp, copy, part, tp copy, tp part)
-    ep_groups = differing(domain, 2, 4)  # the two parts tell which experts a rank holds
-    expert_replicas = differing(domain, 1)
-    shard_copies = math.gcd(replicate, expert_replicas.shape[1])
-    # A row consists of `count` runs of neighbours. A group is one run, or one rank of each run.
-    runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
-    across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
-    return {
-        "pp_group": differing(grid, 0),
-        "dp_group": differing(grid, 1),
-        "cp_group": differing(grid, 2),
-        "tp_group": differing(grid, 3),
-        "dp_cp_group": replicas,
-        "shard_group": runs_of(replicas, replicate),  # 2 runs of 0 2 4 6: 0 2, 4 6
-        "replicate_group": across_runs(replicas, replicate),  # across them: 0 4, 2 6
-        "ep_group": ep_groups,
-        "expert_dp_group": expert_replicas,
-        "expert_shard_group": runs_of(expert_replicas, shard_copies),
-        "expert_replicate_group": across_runs(expert_replicas, shard_copies),
-        "expert_tp_group": differing(domain, 3),
-        "embedding_group": differing(ends, 0),
-        "node_group": runs_of(ep_groups, ep_nodes),
-        "cross_group": across_runs(ep_groups, ep_nodes),
-    }
-
-
-def differing(grid, *dims):
-    """Return a row for each group: the ranks that differ on these dims of the grid only."""
-    at_end = range(-len(dims), 0)
-    return grid.movedim(dims, tuple(at_end)).flatten(-len(dims)).flatten(0, -2)
 
 
 # ---- model ---------------------------------------------------------------------------------------
