@@ -159,7 +159,7 @@ def plain_weights(V, T, D, layers):
 
 
 def plain_part(whole, dim, group):
-    """Return this rank's chunk of a weight as a parameter. All ranks have the whole weight."""
+    """Return this rank's part of a weight as a parameter. All ranks have the whole weight."""
     rank, P = rank_and_size(group)
     return nn.Parameter(whole.chunk(P, dim)[rank].clone())
 
@@ -329,10 +329,30 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     plain_weights(), plain_part()      initialize(), set_shard(): no rank has a whole weight
 #     PlainStage, PlainLayer             GPT, Block
 #
-# Sections stand in the order in which to read them. The loop calls a step, and a step sends over the
-# groups of the mesh what the table in "where each parameter lives" says. After "one step" come the
-# things that a step works with: wrapped chunks, optimizer, model, division of layers, and initial
-# values. A reader who wants the technique alone may stop at "services".
+# The sections stand in the order in which to read them. "The loop" calls a step, "mesh" creates the
+# groups over which a step sends, and "where each parameter lives" says what is sent over which of
+# them. After "one step" come the things that a step works with: wrapped chunks, the optimizer, the
+# model, its division into stages, and initial values. A reader who wants the technique alone may
+# stop at "services".
+#
+# Terms, each with one meaning from here on:
+#
+#     stage      consecutive layers of the model. The first stage also has the embeddings, and the
+#                last one the final norm and the head
+#     chunk      a module that holds one stage on this rank. Most schedules give a rank one chunk,
+#                and interleaved schedules, ZB-V and DualPipe give it several
+#     place      (rank of pp, number of the chunk on that rank): where a stage is
+#     route      the places that a microbatch visits, one per stage. DualPipe has two routes
+#     replica    a complete model. Each dp rank works on its own, and a pipeline of DualPipe has two
+#     whole      a parameter as one process would have it
+#     part       the rows, columns or experts of a whole that tp or ep gives to a rank. A Shard says
+#                which they are. If nothing splits a parameter, the part is the whole
+#     shard      an equal share of a flat tensor into which ZeRO packs the parts of many parameters
+#     piece      the elements of one part that lie in this rank's shard, possibly none
+#     copy       equal elements of a parameter that another rank or chunk has, too
+#     box        a rectangular block of a whole. Checkpoints store a part or a piece as boxes
+#     home       the groups over which a parameter is split, cut and summed: one home for experts,
+#                one for everything else
 
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
@@ -1143,10 +1163,13 @@ def learning_rate(step, args):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A GPT. Args, under "flags", says what each field means.
+    """What defines a GPT. Args, under "flags", says what each field means.
 
-    In shapes, D is hidden, V is vocab_size, T is seq_len / cp, B counts sequences, F is mlp_width,
-    H is heads / tp, and K is D / heads.
+    Letters in shapes stand for what one rank computes with:
+
+        B   sequences of a microbatch    D   hidden             H   heads / tp
+        T   seq_len / cp                 F   mlp_width          K   hidden / heads, a head's width
+                                         V   vocab_size
     """
 
     layers: int = 4
