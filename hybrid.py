@@ -479,33 +479,36 @@ def validate(trainer, data, prompt, log):
 class Mesh(SimpleNamespace):
     """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
 
-    pp_group, dp_group, cp_group, tp_group   the ranks that differ on this axis only
-    dp_cp_group              the ranks of dp x cp, over which gradients are summed
-    shard_group              neighbours in dp_cp_group that together hold one copy of ZeRO's shards
-    replicate_group          the ranks of dp_cp_group that hold the same shards
-    ep_group                 ranks of dp x cp x tp that together hold each expert of a layer once
-    expert_dp_group          the ranks of dp x cp that hold the same experts
-    expert_shard_group       neighbours in expert_dp_group that together hold one copy of the shards
-    expert_replicate_group   the ranks of expert_dp_group that hold the same shards
-    expert_tp_group          the ranks of tp that hold the same experts
-    node_group               the ranks of ep_group on this node
-    cross_group              the ranks of ep_group with the same rank in their node_group
-    embedding_group          the first and the last rank of pp_group; others have no such group
+    Axes, which plain_groups() draws for 8 ranks:
 
-    plain_groups() shows pp_group, dp_group and tp_group for 8 ranks. Experts are spread over
-    gcd(ep, tp) ranks of tp, and then over dp x cp. With 8 ranks and pp 1:
+        pp_group, dp_group, cp_group, tp_group    the ranks that differ on this axis only
 
-                           tp 2 and ep 4         tp 4 and ep 2
-        tp_group           0 1, 2 3, 4 5, 6 7    0 1 2 3, 4 5 6 7
-        ep_group           0 1 2 3, 4 5 6 7      0 1, 2 3, 4 5, 6 7
-        expert_dp_group    0 4, 1 5, 2 6, 3 7    0 4, 1 5, 2 6, 3 7
-        expert_tp_group    each rank is alone    0 2, 1 3, 4 6, 5 7
+    Gradients and ZeRO. An example with dp 4 and --replicate 2 on 4 ranks:
 
-    With dp 4 and --replicate 2, ZeRO cuts over 0 1 and 2 3, and 0 2 and 1 3 have the same shards.
-    With ep 8 over two nodes of four ranks:
+        dp_cp_group          0 1 2 3              the ranks of dp x cp, which sum their gradients
+        shard_group          0 1, 2 3             neighbours in it that together hold all shards
+        replicate_group      0 2, 1 3             ranks in it that hold the same shard
 
-        node_group         0 1 2 3, 4 5 6 7
-        cross_group        0 4, 1 5, 2 6, 3 7
+    Experts. An ep_group takes gcd(ep, tp) ranks from tp, and the others from dp x cp. Two examples
+    on 8 ranks:
+
+                             tp 2, ep 4           tp 4, ep 2
+        tp_group             0 1, 2 3, 4 5, 6 7   0 1 2 3, 4 5 6 7
+        ep_group             0 1 2 3, 4 5 6 7     0 1, 2 3, 4 5, 6 7    hold different experts
+        expert_dp_group      0 4, 1 5, 2 6, 3 7   0 4, 1 5, 2 6, 3 7    same experts, over dp x cp
+        expert_tp_group      each rank alone      0 2, 1 3, 4 6, 5 7    same experts, over tp
+
+        expert_shard_group, expert_replicate_group    divide an expert_dp_group, as shard_group and
+                                                      replicate_group divide a dp_cp_group
+
+    An ep_group on several nodes. An example with ep 8 on two nodes of 4 ranks:
+
+        node_group           0 1 2 3, 4 5 6 7     its ranks on one node
+        cross_group          0 4, 1 5, 2 6, 3 7   its ranks with the same rank in their node_group
+
+    The tied weight:
+
+        embedding_group      the first and the last rank of pp_group; others have no such group
     """
 
 
@@ -518,36 +521,42 @@ GRADIENT_GROUPS = {  # over which DDP and ZeRO sum gradients
 def make_mesh(args, groups=None, device=torch.device("cpu")):
     """Create all groups of the grid and return this process's Mesh. Collective.
 
-    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. But
-    gradients have groups of their own, because the operations of a group run in order, and layers'
-    messages should not wait for gradients. groups: those of earlier meshes, to be used again.
+    Creating a group involves all ranks, those outside it as well. A deadlock is impossible because
+    all ranks create the groups in the same order, that of slices_of().
+
+    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. There
+    is one exception: gradients have groups of their own. The operations of a group run in order,
+    and messages of layers should not wait for gradients.
+
+    groups: {key: group} of earlier meshes, to be used again.
     """
     rank = dist.get_rank()
     groups = {} if groups is None else groups
     gpu = device if over_nccl(args, device) else None
-    of_gradients = set(GRADIENT_GROUPS)
-    if not args.experts:  # nothing is sent over dp_group, so gradients may share it
-        of_gradients.add("dp_group")
-    mine = {}
+    for_gradients = set(GRADIENT_GROUPS)
+    if not args.experts:  # layers send nothing over dp_group, so gradients may share it
+        for_gradients.add("dp_group")
+    own = {}
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
-    for name, slices in slices_of(*degrees).items():  # in the same order on all ranks
+    for name, slices in slices_of(*degrees).items():
         for ranks in map(tuple, slices.tolist()):
             is_alone = len(ranks) == 1
             if is_alone and rank not in ranks:
                 continue  # a group of one is created by its rank alone
-            key = ranks, not is_alone and name in of_gradients
+            # The same ranks have up to two groups: one for gradients, one for all other messages.
+            key = ranks, name in for_gradients and not is_alone
             if key not in groups:
                 groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
             if rank in ranks:
-                mine[name] = groups[key]
-    for group in dict.fromkeys(mine.values()):
+                own[name] = groups[key]
+    for group in dict.fromkeys(own.values()):
         nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
         sizes = {nodes.count(node) for node in nodes}
         set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
     barrier()  # no rank may end, and close its connections, while others still make theirs
-    return Mesh(**mine)
+    return Mesh(**own)
 
 
 def over_nccl(args, device):
@@ -570,39 +579,41 @@ def make_group(ranks, timeout, gpu=None):
 
 
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
-    """Cut the grid (pp, dp, cp, tp) into groups. Return {name: ranks}, one row per group.
+    """Cut the grid (pp, dp, cp, tp) into groups. Return {name in Mesh: ranks}, one row per group.
 
     ep_nodes: the number of nodes over which an ep_group is spread.
-    replicate: the number of copies of ZeRO's shards in a dp_cp_group. In an expert_dp_group it is
-        gcd(replicate, size of the group).
+    replicate: the number of ranks in a dp_cp_group that hold the same shard. In an expert_dp_group
+        it is gcd(replicate, size of the group).
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-    replicas = differing(grid, 1, 2)
+    dp_cp_groups = differing(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # An ep_group takes in_tp neighbours of tp at in_dp_cp neighbouring places of dp x cp. In Mesh's
-    # first example these are 2 and 2, so ranks 0 to 3 share the experts and 4 to 7 have copies.
+    # Cut tp into runs of in_tp neighbours, and dp x cp into runs of in_dp_cp. A run of each together
+    # hold the ranks of an ep_group. In Mesh's example of tp 2 and ep 4, both numbers are 2:
+    #
+    #                  run 0 of dp x cp    run 1 of dp x cp
+    #     tp_rank 0        0    2              4    6
+    #     tp_rank 1        1    3              5    7
     in_tp = math.gcd(ep, tp)
     in_dp_cp = ep // in_tp
-    domain = grid.view(pp, -1, in_dp_cp, tp // in_tp, in_tp)  # (pp, copy, part, tp copy, tp part)
-    ep_groups = differing(domain, 2, 4)  # the two parts tell which experts a rank holds
-    expert_replicas = differing(domain, 1)
-    shard_copies = math.gcd(replicate, expert_replicas.shape[1])
-    # A row consists of `count` runs of neighbours. A group is one run, or one rank of each run.
-    runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
-    across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
+    runs = grid.view(pp, dp * cp // in_dp_cp, in_dp_cp, tp // in_tp, in_tp)
+    ep_groups = differing(runs, 2, 4)  # all ranks in a run of dp x cp and a run of tp
+    expert_dp_groups = differing(runs, 1)  # the same rank of each run of dp x cp
+    expert_tp_groups = differing(runs, 3)  # the same rank of each run of tp
+    expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
     return {
         "pp_group": differing(grid, 0),
         "dp_group": differing(grid, 1),
         "cp_group": differing(grid, 2),
         "tp_group": differing(grid, 3),
-        "dp_cp_group": replicas,
-        "shard_group": runs_of(replicas, replicate),  # 2 runs of 0 2 4 6: 0 2, 4 6
-        "replicate_group": across_runs(replicas, replicate),  # across them: 0 4, 2 6
+        "dp_cp_group": dp_cp_groups,
+        "shard_group": runs_of(dp_cp_groups, replicate),
+        "replicate_group": across_runs(dp_cp_groups, replicate),
         "ep_group": ep_groups,
-        "expert_dp_group": expert_replicas,
-        "expert_shard_group": runs_of(expert_replicas, shard_copies),
-        "expert_replicate_group": across_runs(expert_replicas, shard_copies),
-        "expert_tp_group": differing(domain, 3),
+        "expert_dp_group": expert_dp_groups,
+        "expert_shard_group": runs_of(expert_dp_groups, expert_replicate),
+        "expert_replicate_group": across_runs(expert_dp_groups, expert_replicate),
+        "expert_tp_group": expert_tp_groups,
         "embedding_group": differing(ends, 0),
         "node_group": runs_of(ep_groups, ep_nodes),
         "cross_group": across_runs(ep_groups, ep_nodes),
@@ -613,6 +624,16 @@ def differing(grid, *dims):
     """Return a row for each group: the ranks that differ on these dims of the grid only."""
     at_end = range(-len(dims), 0)
     return grid.movedim(dims, tuple(at_end)).flatten(-len(dims)).flatten(0, -2)
+
+
+def runs_of(groups, count):
+    """Cut each group into `count` runs of neighbours: 0 2 4 6 into the groups 0 2 and 4 6."""
+    return groups.reshape(-1, groups.shape[1] // count)
+
+
+def across_runs(groups, count):
+    """Take the first rank of each run, the second, and so on: 0 2 4 6 gives 0 4 and 2 6."""
+    return groups.unflatten(1, (count, -1)).mT.flatten(0, 1)
 
 
 # ---- where each parameter lives ------------------------------------------------------------------
