@@ -360,9 +360,9 @@ CP_METHODS = {
 WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.v is None]
 WITH_PAIRS = ["dualpipe", "dualpipe-v"]
 IGNORE_INDEX = -100  # a target that does not count
-# Steps between collections of cyclic garbage. Python would collect at different moments on each
-# rank, and a rank that pauses inside a step keeps all others waiting. Steps leave no tensors in
-# cycles, so collecting seldom takes no more memory.
+# Steps between collections of cyclic garbage. main() disables Python's own, which would happen at
+# different moments on each rank: a rank that pauses inside a step keeps all others waiting. Steps
+# leave no tensors in cycles, so collecting seldom takes no more memory.
 GARBAGE_EVERY = 50
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -407,7 +407,6 @@ def train(args, device):
     prompt = on_all_ranks(prompt_of, args, data, prefix="--prompt: ")
     trainer = Trainer(args, make_mesh(args, device=device), device)
     saver = Saver(trainer, args.checkpoint, data_digest) if args.checkpoint else None
-    gc.disable()
     # The thread of `reader` makes the next batch during a step, as the data may be on a slow disk.
     # At the end, saver waits for its save.
     with ThreadPoolExecutor(1) as reader, saver or nullcontext():
@@ -443,7 +442,6 @@ def train(args, device):
                 raise TrainingError(end, status=128 + signal.SIGTERM)
             if is_last or is_multiple(trainer.steps_done, args.eval_every):
                 validate(trainer, data, prompt, log)
-    gc.enable()
 
 
 def is_multiple(step, every):
@@ -3104,6 +3102,7 @@ def main(argv=None, work=train):
                 say(f"warning: {sentence}")
         torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
         gc.freeze()  # what was imported is never garbage, so collections need not look at it
+        gc.disable()  # train() collects, at the same steps on all ranks
         status = work(args, device) or 0
     except TrainingError as error:  # which all ranks raise
         status = error.status

@@ -1,5 +1,6 @@
 """Make modules of the project's root, of tests/support and tests/tools importable, also in ranks."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def ranks():
 def seeded():
     """Seed the generators, so that a test's numbers do not depend on the tests before it."""
     rank_pool.seed_generators()
+    gc.enable()  # hybrid.main() disables it
 
 
 @pytest.fixture(scope="session")

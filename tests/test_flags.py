@@ -1,5 +1,6 @@
 """Flags of hybrid.py: each has an effect or is refused, on all ranks alike; processes; --help."""
 
+import gc
 import hashlib
 import io
 import os
@@ -209,11 +210,12 @@ def test_each_flag_changes_what_the_table_says(part, tmp_path):
     assert unchanged == again
 
 
-def test_main_sets_the_environment_that_gpus_need_unless_it_is_set(monkeypatch):
+def test_main_sets_the_environment_that_gpus_need_unless_it_is_set_and_no_collection(monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "4")
     seen = {}
-    assert hybrid.main([], lambda args, device: seen.update(os.environ)) == 0
+    assert hybrid.main([], lambda args, device: seen.update(os.environ, gc=gc.isenabled())) == 0
+    assert not seen["gc"]  # train() collects garbage
     assert seen["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert seen["NCCL_MAX_P2P_NCHANNELS"] == "4"
     for name, value in hybrid.ENVIRONMENT.items():
