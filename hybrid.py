@@ -455,7 +455,7 @@ def evaluate(trainer, data, batches=8):
     for index in range(batches):
         batch = trainer.batch_of(data, index, "validation")
         loss = trainer.forward(*batch).item()
-        if not math.isfinite(loss):
+        if not math.isfinite(loss):  # on all ranks alike, since a sum has equal bits on all ranks
             check_vocabulary(*batch, trainer.args.vocab_size)
         total += loss
     return total / batches
@@ -877,6 +877,7 @@ class Trainer:
         # experts, and in update() for an optimizer that is not fused.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            # all ranks come here or none, since sums have equal bits on all ranks
             check_vocabulary(inputs, targets, args.vocab_size)
             numbers = "loss {loss:.4f}, grad norm {grad_norm:.3f}".format_map(metrics)
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {numbers}")
