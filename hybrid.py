@@ -1117,9 +1117,8 @@ def make_optimizer(args, parameters):
 
     Raises TrainingError with status 2 if tp or ZeRO cuts matrices that it may need as a whole.
     """
-    is_matrix = lambda parameter: len(getattr(parameter, "whole_shape", parameter.shape)) > 1
-    matrices = [parameter for parameter in parameters if is_matrix(parameter)]
-    others = [parameter for parameter in parameters if not is_matrix(parameter)]
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]  # or pieces of some
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     optimizer = adamw(args, groups)
     if args.tp > 1 or args.zero:
@@ -1133,7 +1132,7 @@ def make_optimizer(args, parameters):
 
 
 def adamw(args, groups):
-    """Create AdamW. Another optimizer may take its place.
+    """Create AdamW. Another optimizer may stand here instead.
 
     It must update each element by itself, unless nothing is cut, and all that it keeps from step to
     step must be in its state: tensors that have their weight's shape, and "step", the number of
@@ -1142,11 +1141,11 @@ def adamw(args, groups):
     A class whose option `fused` is true takes found_inf, a tensor, in step(): it changes nothing
     where that is 1, so the host need not wait. For any other class the host waits, see update().
     """
-    options = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": args.weight_decay}
-    if args.moments == "bf16":
-        return AdamW(groups, **options, moments_dtype=torch.bfloat16)
-    # for fp32, zero.AdamW would copy the moments twice in each step, too
-    return torch.optim.AdamW(groups, **options, fused=True)
+    dtype = torch.bfloat16 if args.moments == "bf16" else torch.get_default_dtype()
+    return AdamW(
+        groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=args.weight_decay,
+        moments_dtype=dtype,
+    )  # fmt: skip
 
 
 def learning_rate(step, args):

@@ -732,6 +732,33 @@ def test_adamw_with_fp32_moments_has_the_bits_of_pytorchs_also_where_found_inf_f
             assert found["step"] == step + (step < 2)
 
 
+def test_adamw_copies_no_moments_of_the_weights_dtype_and_calls_each_hook_once():
+    weights = [nn.Parameter(torch.ones(size)) for size in (2500, 400)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW(weights, fused=True)  # PyTorch wraps step() of a class with its first object
+    optimizer = AdamW(weights, **OPTIONS, moments_dtype=torch.float32)
+    optimizer.step()
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    held = sum(4 + 4 * weight.nbytes for weight in weights)
+    kernels = Counter()
+
+    class Watch(Peak):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            kernels[function.overloadpacket.__name__] += 1
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+    with patch.object(AdamW, "CHUNK", 1000), Watch() as peak:
+        optimizer.step()
+    assert {name: n for name, n in kernels.items() if name.startswith("_f")} == {
+        "_foreach_add_": 1, "_fused_adamw_": 1,
+    }  # fmt: skip
+    assert peak.bytes <= held
+    assert calls == ["pre", "post"]
+
+
 def test_adamw_changes_nothing_of_bf16_moments_if_found_inf_is_set():
     weight = nn.Parameter(torch.randn(300))
     optimizer = AdamW([weight], **OPTIONS)
