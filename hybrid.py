@@ -586,8 +586,8 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     dp_cp_groups = differing(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # Cut tp into runs of in_tp neighbours, and dp x cp into runs of in_dp_cp. A run of each together
-    # hold the ranks of an ep_group. In Mesh's example of tp 2 and ep 4, both numbers are 2:
+    # Cut tp into runs of in_tp neighbours and dp x cp into runs of in_dp_cp. An ep_group is where a
+    # run of tp meets a run of dp x cp. With tp 2 and ep 4 on 8 ranks, each run has 2 ranks:
     #
     #                  run 0 of dp x cp    run 1 of dp x cp
     #     tp_rank 0        0    2              4    6
@@ -636,10 +636,10 @@ def across_runs(groups, count):
 
 # ---- where each parameter lives ------------------------------------------------------------------
 #
-# Each rank of the group over which a parameter is split holds a part of it, and the part's gradient
-# is summed over the ranks that hold the same part. Among these, ZeRO divides the part's optimizer
-# state, gradient or weight. Weights are stored as (outputs, inputs), so a column-parallel layer
-# splits rows.
+# A parameter is split over a group, so that each rank of this group has another part of it. Its
+# gradient is summed over the ranks that have the same part. ZeRO cuts a part once more, and divides
+# its optimizer state, gradient or weight among these ranks. Weights are (outputs, inputs), so a
+# column-parallel layer splits rows.
 #
 #     parameter                        split over      its gradient is summed over
 #     wte, lm_head                     tp, by rows     dp x cp, then, if tied, first and last stage
@@ -651,33 +651,32 @@ def across_runs(groups, count):
 #
 # With DualPipe, gradients are also summed over the two ranks of pp that hold the same stage.
 #
-# Each fact is declared on the module that has the parameter: the part by set_shard() (of experts by
-# make_moe()), the sum over tp by mark_sum_over_tp(), the home and the initial value by declare(), a
-# copy by GPT.copies. placements_of() collects them in Placements, which are read by initialize(),
-# wrap(), the sums and the norm of gradients, and checkpoints. tests/tools/placement.py prints them
-# for any layout.
+# tests/tools/placement.py prints this table for a rank of any layout. With `--gpus 8 --tp 2 --pp 2
+# --sp`, rank 0 has layers 0 and 1. ZeRO-1 cuts its parts in two, for dp is 2:
+#
+#     parameter                 whole      split             cut    summed over ranks
+#     wte.weight                256 x 128  dim 0 over {0 1}  {0 2}  {0 2}, then {0 4}, as it is tied
+#     wpe.weight                64 x 128   no                {0 2}  {0 2}, then {0 1}, due to --sp
+#     h.0,1.attn.c_attn.weight  384 x 128  dim 0 over {0 1}  {0 2}  {0 2}
+#     h.0,1.mlp.c_proj.weight   128 x 512  dim 1 over {0 1}  {0 2}  {0 2}
+#     h.0,1.mlp.c_proj.bias     128        no                {0 2}  {0 2}, then {0 1}
+#
+# Each of these facts is declared on the module that has the parameter: its part by set_shard() (for
+# experts by make_moe()), the sum over tp by mark_sum_over_tp(), the home and the initial value by
+# declare(), and a tied weight by GPT.copies. placements_of() collects them in a Placement for each
+# parameter, and everything else reads Placements: initialize(), wrap(), the sums and the norm of
+# gradients, and checkpoints.
 
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """The groups of one kind of parameter. Experts have one Home, and all others have another.
+    """The groups of one kind of parameter. Experts have one Home, and all others have another."""
 
-                       all others         experts
-    split_group        tp_group           ep_group                 together they hold all parts
-    copies_group       tp_group           expert_tp_group          ranks of tp that may hold copies
-    dp_group           dp_cp_group        expert_dp_group          ranks of dp x cp, the same part
-    shard_group        shard_group        expert_shard_group       ZeRO cuts a part over these
-    replicate_group    replicate_group    expert_replicate_group   ranks with the same shard
-
-    All ranks of copies_group have the same experts. Of other parameters, they have copies only of
-    those that are not split.
-    """
-
-    split_group: dist.ProcessGroup
-    copies_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
-    shard_group: dist.ProcessGroup
-    replicate_group: dist.ProcessGroup
+    split_group: dist.ProcessGroup  # its ranks have different parts
+    copies_group: dist.ProcessGroup  # ranks of tp, which have copies unless they split it
+    dp_group: dist.ProcessGroup  # ranks of dp x cp that have the same part
+    shard_group: dist.ProcessGroup  # over its ranks ZeRO cuts a part
+    replicate_group: dist.ProcessGroup  # its ranks have the same shard
 
 
 class Homes(NamedTuple):
@@ -708,10 +707,12 @@ class Normal(NamedTuple):
 
 
 def declare(module, is_expert=False, **initial):
-    """Say what placements_of() needs to know of a module's own parameters and buffers. Return it.
+    """Say how a module's own parameters and buffers begin, and where they live. Return the module.
+
+        declare(nn.LayerNorm(D), weight=1.0, bias=0.0)
 
     initial: {name: value}, where a value is a Normal, or a number for all elements.
-    is_expert: whether the module holds this rank's experts.
+    is_expert: whether the module holds this rank's experts, which have a Home of their own.
     """
     module.initial = initial
     module.is_expert = is_expert
@@ -720,34 +721,24 @@ def declare(module, is_expert=False, **initial):
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where a parameter or buffer of this rank lives, and what it begins with.
+    """Where a parameter or buffer of this rank lives, and what it begins with."""
 
-    name: in the whole model. A copy of a tied weight has the name of the original.
-    module, attribute: what holds it. ZeRO replaces the parameter there by this rank's piece of it.
-    chunk: the number of the chunk that has it.
-    initial: its initial value, see declare().
-    home: its Home. shard: the Shard that says which part this rank has, or None for all of it.
-    sum_over_tp: whether the gradient is summed over home.copies_group, see mark_sum_over_tp().
-    is_tied: whether embedding and head share it. If two stages have it, they sum its gradient.
-    is_copy: whether another chunk has the original, which counts in the norm and is saved.
-    is_buffer, is_saved: whether it is a buffer, and whether checkpoints hold it.
-    """
-
-    name: str
-    module: nn.Module
+    name: str  # in the whole model. A copy of a tied weight has the name of the original
+    module: nn.Module  # has it as its `attribute`, which ZeRO replaces by this rank's piece
     attribute: str
-    chunk: int
-    initial: object
+    chunk: int  # the number of its chunk
+    initial: object  # its initial value, see declare()
     home: Home
-    shard: Shard | None
-    sum_over_tp: bool
-    is_tied: bool
-    is_copy: bool
-    is_buffer: bool
-    is_saved: bool
+    shard: Shard | None  # which part of the whole this rank has; None for all of it
+    sum_over_tp: bool  # whether home.copies_group sums its gradient, see mark_sum_over_tp()
+    is_tied: bool  # embedding and head share it. If two stages have it, they sum its gradient
+    is_copy: bool  # another chunk has the original, which counts in the norm and is saved
+    is_buffer: bool  # a buffer, such as the bias of a router
+    is_saved: bool  # checkpoints hold it
 
     @property
     def tensor(self):
+        """The parameter or buffer, or after wrap() this rank's piece of it."""
         return getattr(self.module, self.attribute)
 
     @property
@@ -774,15 +765,19 @@ def placements_of(chunks, homes, replicated):
             need(attribute in initial, f"{name} has no initial value: see declare()")
             original = chunk.copies.get(name, name)
             row = Placement(
-                name=original, module=module, attribute=attribute, chunk=number,
+                name=original,
+                module=module,
+                attribute=attribute,
+                chunk=number,
                 initial=initial[attribute],
                 home=homes.experts if module.is_expert else homes.dense,
                 shard=getattr(module, "shards", {}).get(attribute),
                 sum_over_tp=attribute in getattr(module, "sums_over_tp", ()),
                 is_tied=original in chunk.copies.values(),
                 is_copy=name in chunk.copies or (replicated and number == 1),
-                is_buffer=name in buffers, is_saved=name in saved,
-            )  # fmt: skip
+                is_buffer=name in buffers,
+                is_saved=name in saved,
+            )
             placements.append(row)
     return placements
 
@@ -1295,20 +1290,13 @@ class RotaryPositions:
 
 
 class Parallel(NamedTuple):
-    """What the layers of a stage need on this rank, besides the GPTConfig.
+    """What the layers of a stage need on this rank, besides the GPTConfig."""
 
-    tp_group: the ranks that split the layers.
-    random: a context manager in which dropout differs between the ranks of tp.
-    attention_fn: attention_fn(q, k, v, p) computes attention, with p the dropout probability.
-    defer: the WeightGradStore to which linear layers defer products, if any.
-    make_moe: make_moe() creates the mixture of experts of a layer.
-    """
-
-    tp_group: dist.ProcessGroup | None = None
-    random: AbstractContextManager = nullcontext()
-    attention_fn: Callable = attention
-    defer: WeightGradStore | None = None
-    make_moe: Callable | None = None
+    tp_group: dist.ProcessGroup | None = None  # the ranks that split the layers
+    random: AbstractContextManager = nullcontext()  # in it, the ranks of tp draw different masks
+    attention_fn: Callable = attention  # attention_fn(q, k, v, dropout probability)
+    defer: WeightGradStore | None = None  # to which linear layers defer products, if any
+    make_moe: Callable | None = None  # make_moe() creates the mixture of experts of a layer
 
 
 def residual_dropout(x, config, random, training):
