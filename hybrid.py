@@ -1016,34 +1016,66 @@ def check_vocabulary(inputs, targets, size):
 
 
 # ---- what a step works with ----------------------------------------------------------------------
+#
+# Trainer.__init__() prepares a step. With `--pp 2 --tp 2 --zero 1` on 8 ranks, as in the example of
+# "where each parameter lives", rank 0 gets:
+#
+#     make_chunks()     one chunk, a GPT with the embeddings and layers 0 and 1, and of each matrix
+#                       the half that tp gives to rank 0, without values
+#     placements_of()   a Placement for each parameter of this GPT
+#     initialize()      its initial values
+#     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. Each layer is one
+#                       of its units. From here on, the parameters of the GPT are pieces, which
+#                       together have half of its elements
+#     make_optimizer()  AdamW, which updates the pieces
+#
+# With `--schedule interleaved` it gets two chunks, for stages 0 and 2 of 4, and with `--schedule
+# dualpipe` two for stage 0 of one replica and stage 1 of the other.
 
 
 def make_chunks(args, mesh, device, routes, positions, deferred):
-    """Create this rank's chunks. routes: those of the schedule. deferred: a WeightGradStore."""
-    method = CP_METHODS[args.cp_method]
-    cp_fn = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)  # check() excludes dropout
-    rank = dist.get_rank(mesh.pp_group)
-    # A route lists the slot of each stage: (rank, number among the rank's chunks). With DualPipe
-    # there are two routes, in opposite directions.
-    stage_at = {slot: stage for route in routes for stage, slot in enumerate(route)}
-    divided = divide_layers(args, routes)
+    """Create this rank's chunks, with parameters that have memory but no values.
+
+    routes: those of the schedule.
+    positions: the positions of each sequence that this rank of cp holds.
+    deferred: the WeightGradStore to which linear layers defer products.
+    """
+
+    def attention_over_cp(q, k, v, dropout):  # dropout is 0, as check() excludes it with cp
+        return CP_METHODS[args.cp_method](q, k, v, mesh.cp_group)
+
     parallel = Parallel(
         tp_group=mesh.tp_group,
         random=ShardedRandomState(device, mesh.tp_group),
-        attention_fn=cp_fn if args.cp > 1 else attention,
+        attention_fn=attention_over_cp if args.cp > 1 else attention,
         defer=deferred,
         make_moe=partial(make_moe, args, mesh),
     )
+    layers = divide_layers(args, routes)
     chunks = []
-    for stage in [stage_at[slot] for slot in sorted(stage_at) if slot[0] == rank]:
+    for stage in stages_of(dist.get_rank(mesh.pp_group), routes):
+        is_first = stage == 0
+        is_last = stage == len(layers) - 1
         with torch.device("meta"):  # parameters get memory below; positions have it already
-            chunk = GPT(
-                args, parallel, positions.to(device), divided[stage],
-                is_first=stage == 0, is_last=stage == len(divided) - 1,
-            )  # fmt: skip
+            chunk = GPT(args, parallel, positions.to(device), layers[stage], is_first, is_last)
         chunk.to_empty(device=device)
         chunks.append(chunk)
     return chunks
+
+
+def stages_of(rank, routes):
+    """Return the stage of each chunk of a rank.
+
+        routes                                               rank 0    rank 1
+        [(0, 0), (1, 0), (0, 1), (1, 1)]    interleaved      [0, 2]    [1, 3]
+        [(0, 0), (1, 0)], [(1, 1), (0, 1)]  DualPipe         [0, 1]    [1, 0]
+    """
+    stages = {}
+    for route in routes:
+        for stage, (holder, chunk) in enumerate(route):
+            if holder == rank:
+                stages[chunk] = stage
+    return [stages[chunk] for chunk in sorted(stages)]
 
 
 def wrap(args, homes, chunks, placements):
@@ -1075,33 +1107,45 @@ def wrap_in_zero(args, homes, chunks, weights):
     layers also compute theirs in fp32. Elsewhere, a gradient from one microbatch is first rounded
     to bf16. A router's weight is in fp32 everywhere.
     """
-    is_bf16 = args.dtype == "bf16"
     groups = {}
     for row in weights:
         if row.home is homes.experts:
             groups[row.tensor] = row.home.shard_group, row.home.replicate_group
-    # sum_shared_gradients() adds shards of weights of which several ranks have copies: norms over
-    # tp, and the tied weight over two stages. So these ranks must cut them at the same places,
-    # which depend on all weights in a flat tensor. Weights that tp splits are kept apart from
-    # norms, because their parts may have other sizes on other ranks of tp (257 tokens over tp 2),
-    # and the tied weight because the two stages hold other weights beside it. ep divides experts
-    # evenly.
-    is_apart = lambda row: row.is_tied or (args.tp > 1 and row.shard is not None)
-    apart = {row.tensor for row in weights if is_apart(row)}.difference(groups)
-    under_way = deque()
+    dtypes = {}
+    if args.dtype == "bf16":
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    apart = packed_apart(args, homes, weights)
+    under_way = deque()  # sums that have begun. Chunks share it, to advance each other's
     stages = []
     for chunk in chunks:
         stage = FullyShardedDataParallel(
             chunk, units=chunk.transformer["h"].values(), stage=args.zero,
             process_group=homes.dense.shard_group, replicate_group=homes.dense.replicate_group,
-            groups=groups, apart=apart & set(chunk.parameters()),
-            param_dtype=torch.bfloat16 if is_bf16 else None,
-            reduce_dtype=torch.float32 if is_bf16 else None,
+            groups=groups, apart=apart, **dtypes,
             own_dtype=[m.weight for m in chunk.modules() if isinstance(m, Router)],
             gradient_divide_factor=1, wait_in_backward=False, under_way=under_way,
         )  # fmt: skip
         stages.append(stage)
     return stages
+
+
+def packed_apart(args, homes, weights):
+    """Return the weights that ZeRO packs into flat tensors of their own.
+
+    Pieces of the copies of a weight must have the same elements, because sum_shared_gradients()
+    adds their gradients. Where ZeRO cuts a weight depends on the sizes of all others in the flat
+    tensor. With 257 tokens over tp 2, the ranks would cut wpe at different places:
+
+        flat tensor on rank 0 of tp    wte, 128 rows   | wpe              |
+        flat tensor on rank 1 of tp    wte, 129 rows     | wpe              |
+
+    So whatever tp splits is kept apart from norms and positions, of which the ranks of tp have
+    copies. The tied weight is kept apart because its two stages hold other weights beside it.
+    Experts have groups of their own.
+    """
+    dense = [row for row in weights if row.home is homes.dense]
+    split = [row.tensor for row in dense if row.shard is not None and args.tp > 1]
+    return {*split, *(row.tensor for row in dense if row.is_tied)}
 
 
 # ---- the optimizer -------------------------------------------------------------------------------
