@@ -1627,6 +1627,8 @@ def flops_per_token(config):
 
 
 # ---- initial values, and where a part lies in the whole ------------------------------------------
+#
+# Initial values and checkpoints must not depend on the layout, so they refer to wholes.
 
 
 @torch.no_grad()
@@ -1669,51 +1671,74 @@ def normal(shape, std, key, offset=0):
 def views_in_whole(parameter, tensor, shard=None):
     """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
 
-    parameter: this rank's part (the whole if `shard` is None), or ZeRO's piece of that part.
-    tensor: the parameter, or a tensor of the same layout, such as .grad.
+    A piece is a range of a flattened part, which is cut into boxes. Then each box gets the index
+    that it has in the whole. In the example, a whole of (6, 2) has two blocks, of 4 and 2 rows:
 
-        row of the whole, (6, 2)  rank 0 (see Shard)  ZeRO's piece, offset 1  {index: shape of view}
-        0                         0 1                 . 1                     (0, 1): (1, 1)
-        1                         2 3                 2 3                     (1, 0): (1, 2)
-        4                         4 5                 4 5                     (4, 0): (1, 2)
+        row of the whole    part of rank 0 (see Shard)    piece with offset 1    box in the whole
+        0                   0 1                           . 1                    (0, 1): (1, 1)
+        1                   2 3                           2 3                    (1, 0): (1, 2)
+        4                   4 5                           4 5                    (4, 0): (1, 2)
+
+    parameter: a part of which `shard` says where it lies (None: everywhere), or a piece of it.
+    tensor: the parameter, or a tensor of the same layout, such as a moment.
     """
     shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
     begin = getattr(parameter, "offset", 0)
     rest = tensor.detach().view(-1)
-    if not shape:  # a single number
-        return shape, {(): part.view(()) for part in rest}
-    dim, runs, total = 0, [(0, shape[0])], shape[0]
-    if shard is not None:
-        dim, runs, total = shard.dim, shard.runs(), sum(shard.blocks)
     views = {}
-    assert dim == 0 or len(runs) == 1  # runs are adjacent in this rank's part along dim 0 only
-    for row, rows in runs:
-        sizes = (*shape[:dim], rows, *shape[dim + 1 :])
-        numel = math.prod(sizes)
-        for index, box in boxes_between(sizes, begin, min(begin + len(rest), numel)):
-            index[dim] += row
-            views[tuple(index)] = rest[: math.prod(box)].view(box)
-            rest = rest[math.prod(box) :]
-        begin = max(begin - numel, 0)
-    return (*shape[:dim], total, *shape[dim + 1 :]), views
+    for index, sizes in boxes_between(shape, begin, begin + len(rest)):
+        size = math.prod(sizes)
+        views |= boxes_in_whole(index, rest[:size].view(sizes), shard)
+        rest = rest[size:]
+    if shard is None:
+        return shape, views
+    return (*shape[: shard.dim], sum(shard.blocks), *shape[shard.dim + 1 :]), views
 
 
 def boxes_between(shape, begin, end):
     """Cut elements begin:end of a flattened tensor into boxes. Yield each as (first index, sizes).
 
-        shape (4, 2), 1:7      . 1       the rest of row 0     [0, 1], (1, 1)
-                               2 3       whole rows            [1, 0], (2, 2)
+        shape (4, 2), 1:7      . 1       the rest of row 0     (0, 1), (1, 1)
+                               2 3       whole rows            (1, 0), (2, 2)
                                4 5
-                               6 .       the start of row 3    [3, 0], (1, 1)
+                               6 .       the start of row 3    (3, 0), (1, 1)
     """
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if len(shape) < 2 and begin < end:  # a range of a vector, or a number
+        yield len(shape) * (begin,), len(shape) * (end - begin,)
+        return
+    size = math.prod(shape[1:])  # of a row, which may be a matrix
     while begin < end:
-        index = [begin // stride % size for stride, size in zip(strides, shape)]
-        fits = lambda stride: begin % stride == 0 and begin + stride <= end
-        dim = next(dim for dim, stride in enumerate(strides) if fits(stride))  # outermost
-        count = min((end - begin) // strides[dim], shape[dim] - index[dim])
-        yield index, (*[1] * dim, count, *shape[dim + 1 :])
-        begin += count * strides[dim]
+        row, offset = divmod(begin, size)
+        count = (end - begin) // size
+        if offset == 0 and count > 0:
+            yield (row, *[0] * (len(shape) - 1)), (count, *shape[1:])
+            begin += count * size
+        else:  # a part of one row, which is cut in the same way
+            row_end = min(end - row * size, size)
+            for index, sizes in boxes_between(shape[1:], offset, row_end):
+                yield (row, *index), (1, *sizes)
+            begin = row * size + row_end
+
+
+def boxes_in_whole(index, box, shard):
+    """Return {index in the whole: view} for the box at this index of the part.
+
+    The box is cut where its neighbouring rows are none in the whole: in the example above, a box of
+    rows 1 and 2 of the part has rows 1 and 4 of the whole.
+    """
+    if shard is None:
+        return {index: box}
+    dim = shard.dim
+    views = {}
+    run_begin = 0  # in the part
+    for row, count in shard.runs():
+        begin = max(run_begin, index[dim])
+        end = min(run_begin + count, index[dim] + box.size(dim))
+        if begin < end:
+            moved = (*index[:dim], row + begin - run_begin, *index[dim + 1 :])
+            views[moved] = box.narrow(dim, begin - index[dim], end - begin)
+        run_begin += count
+    return views
 
 
 # ==== services ====================================================================================

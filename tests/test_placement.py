@@ -1,6 +1,8 @@
 """placement.py prints where each parameter of a rank lives; each weight counts once over all ranks."""
 
 import math
+from itertools import combinations_with_replacement
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,9 +10,11 @@ import torch.distributed as dist
 
 import placement
 import rehearse
+import tensor_parallel
 from hybrid import boxes_between, views_in_whole
 from ranks import soak
 from reference_gpt import reference_gpt
+from tensor_parallel import Shard
 
 STAGES = """
 wte.weight                256 x 128  dim 0 over {0 1}  {0 2}  dp x cp {0 2}; tied {0 4}
@@ -76,8 +80,32 @@ def test_an_invalid_flag_is_one_line(capsys):
     assert out == "" and err.startswith("placement.py: error: --pp 1 ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize(
+    "shape, dim, blocks",
+    [((7, 3), 0, (4, 3)), ((9,), 0, (3, 6)), ((2, 7, 5), 1, (4, 3)), ((5, 2, 3), 0, (5,)),
+     ((4, 6), 1, (2, 2, 2))],
+)  # fmt: skip
+def test_a_box_has_the_elements_of_the_whole_at_its_index(shape, dim, blocks, rank):
+    """For every range that a piece of this rank's part could be."""
+    whole = torch.arange(math.prod(shape)).view(shape)
+    shard = Shard(dim, blocks)
+    with patch.object(tensor_parallel, "rank_and_size", lambda group: (rank, 3)):
+        part = shard.cut(whole)
+        for begin, end in combinations_with_replacement(range(part.numel() + 1), 2):
+            piece = part.flatten()[begin:end]
+            piece.whole_shape, piece.offset = part.shape, begin
+            found, views = views_in_whole(piece, piece, shard)
+            assert found == shape and sum(view.numel() for view in views.values()) == end - begin
+            for index, view in views.items():
+                box = whole[tuple(slice(i, i + n) for i, n in zip(index, view.shape))]
+                assert torch.equal(box, view)
+            filled = torch.cat([view.flatten() for view in views.values()] or [piece])
+            assert filled.unique().equal(piece.sort().values)
+
+
 def test_a_range_of_a_flattened_matrix_is_cut_into_at_most_three_boxes():
-    expected = [([0, 1], (1, 1)), ([1, 0], (2, 2)), ([3, 0], (1, 1))]
+    expected = [((0, 1), (1, 1)), ((1, 0), (2, 2)), ((3, 0), (1, 1))]
     assert list(boxes_between((4, 2), 1, 7)) == expected
 
 
