@@ -28,10 +28,8 @@ It sends       what is listed above; the other files derive and count the bytes
 Overlap        pp   activations travel while other microbatches compute
                dp   gradients are summed while backward still computes
                cp   keys and values travel while attention to the previous ones is computed (ring)
-               tp   in backward, gradients of activations are summed while those of weights are
-                    computed; with --sp, large messages also travel during forward's products
-               ep   if messages are long, some tokens travel while experts compute others. With
-                    --overlap, a forward and a backward compute beside each other's messages
+               tp   gradients of activations are summed while those of weights are computed
+               ep   some tokens travel while experts compute others
 PyTorch's      DTensor over a DeviceMesh combines all axes but pp. Here all tensors are plain
 
 A layout is a choice of these four sizes, of ep, of ZeRO's stage, of the pipeline's schedule and of
@@ -46,8 +44,7 @@ The model is GPT-2 (Radford et al., 2019), down to its parameters' names, or Lla
 2023) under the same names. The grid of pp, dp and tp is from Narayanan et al., "Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 
-plain_step() is a step over pp, dp and tp in its plain form, train() is the training loop, and
-Trainer.step() is a step over all axes. The rest serves these.
+plain_step() is a step over pp, dp and tp in its plain form, and train() trains over all axes.
 
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4    # dp is 8 / (2 x 2) = 2
 """
@@ -329,18 +326,15 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     plain_weights(), plain_part()      initialize(), set_shard(): no rank has a whole weight
 #     PlainStage, PlainLayer             GPT, Block
 #
-# The sections stand in the order in which to read them. "The loop" calls a step, "mesh" creates the
-# groups over which a step sends, and "where each parameter lives" says what is sent over which of
-# them. After "one step" come the things that a step works with: wrapped chunks, the optimizer, the
-# model, its division into stages, and initial values. A reader who wants the technique alone may
-# stop at "services".
+# The sections stand in the order in which to read them: "the loop" calls a step, which sends over
+# the groups of "mesh" what "where each parameter lives" says. After "one step" comes what a step
+# works with: wrapped chunks, optimizer, model, stages, and initial values. The technique ends at
+# "services".
 #
 # Terms, each with one meaning from here on:
 #
-#     stage      consecutive layers of the model. The first stage also has the embeddings, and the
-#                last one the final norm and the head
-#     chunk      a module that holds one stage on this rank. Most schedules give a rank one chunk,
-#                and interleaved schedules, ZB-V and DualPipe give it several
+#     stage      consecutive layers. The first stage also has the embeddings, the last the head
+#     chunk      a module with one stage. A rank has several of an interleaved schedule or DualPipe
 #     place      (rank of pp, number of the chunk on that rank): where a stage is
 #     route      the places that a microbatch visits, one per stage. DualPipe has two routes
 #     replica    a complete model. Each dp rank works on its own, and a pipeline of DualPipe has two
@@ -351,8 +345,7 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     piece      the elements of one part that lie in this rank's shard, possibly none
 #     copy       equal elements of a parameter that another rank or chunk has, too
 #     box        a rectangular block of a whole. Checkpoints store a part or a piece as boxes
-#     home       the groups over which a parameter is split, cut and summed: one home for experts,
-#                one for everything else
+#     home       the groups that split, cut and sum a parameter. Experts have another than the rest
 
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
@@ -392,8 +385,6 @@ GARBAGE_EVERY = 50
 #         update()                             nothing: each rank updates what it owns
 #       Saver.must_stop()             all      with --checkpoint, whether a rank has to stop
 #       Saver.save(), validate()               see there
-#
-# All messages of a step are sent by collectives.py.
 
 
 def train(args, device):
@@ -433,20 +424,15 @@ def train(args, device):
             log.step(metrics, time.perf_counter() - began, must_print=must_stop)
             if trainer.steps_done % GARBAGE_EVERY == 0:
                 gc.collect()  # on all ranks at the same time
-            if is_last or is_multiple(trainer.steps_done, args.save_every):
+            if is_last or (args.save_every and trainer.steps_done % args.save_every == 0):
                 require_equal_copies(trainer)
                 if saver is not None:
                     saver.save()  # raises the previous save's error
             if must_stop:
                 end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
                 raise TrainingError(end, status=128 + signal.SIGTERM)
-            if is_last or is_multiple(trainer.steps_done, args.eval_every):
+            if is_last or (args.eval_every and trainer.steps_done % args.eval_every == 0):
                 validate(trainer, data, prompt, log)
-
-
-def is_multiple(step, every):
-    """Return whether something is due at this step. every: a number of steps, or None for never."""
-    return every is not None and step % every == 0
 
 
 def evaluate(trainer, data, batches=8):
@@ -477,36 +463,28 @@ def validate(trainer, data, prompt, log):
 class Mesh(SimpleNamespace):
     """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
 
-    Axes, which plain_groups() draws for 8 ranks:
-
+    Axes. plain_groups() draws three of them for 8 ranks:
         pp_group, dp_group, cp_group, tp_group    the ranks that differ on this axis only
+        embedding_group      the first and the last rank of pp_group; others have no such group
 
-    Gradients and ZeRO. An example with dp 4 and --replicate 2 on 4 ranks:
-
+    Gradients and ZeRO, here with dp 4 and --replicate 2 on 4 ranks:
         dp_cp_group          0 1 2 3              the ranks of dp x cp, which sum their gradients
         shard_group          0 1, 2 3             neighbours in it that together hold all shards
         replicate_group      0 2, 1 3             ranks in it that hold the same shard
 
-    Experts. An ep_group takes gcd(ep, tp) ranks from tp, and the others from dp x cp. Two examples
-    on 8 ranks:
-
+    Experts, here with pp 1 on 8 ranks. An ep_group takes gcd(ep, tp) ranks from tp, and then its
+    other ranks from dp x cp:
                              tp 2, ep 4           tp 4, ep 2
         tp_group             0 1, 2 3, 4 5, 6 7   0 1 2 3, 4 5 6 7
         ep_group             0 1 2 3, 4 5 6 7     0 1, 2 3, 4 5, 6 7    hold different experts
         expert_dp_group      0 4, 1 5, 2 6, 3 7   0 4, 1 5, 2 6, 3 7    same experts, over dp x cp
         expert_tp_group      each rank alone      0 2, 1 3, 4 6, 5 7    same experts, over tp
-
         expert_shard_group, expert_replicate_group    divide an expert_dp_group, as shard_group and
                                                       replicate_group divide a dp_cp_group
 
-    An ep_group on several nodes. An example with ep 8 on two nodes of 4 ranks:
-
+    An ep_group on several nodes, here with ep 8 on two nodes of 4 ranks:
         node_group           0 1 2 3, 4 5 6 7     its ranks on one node
         cross_group          0 4, 1 5, 2 6, 3 7   its ranks with the same rank in their node_group
-
-    The tied weight:
-
-        embedding_group      the first and the last rank of pp_group; others have no such group
     """
 
 
@@ -519,14 +497,12 @@ GRADIENT_GROUPS = {  # over which DDP and ZeRO sum gradients
 def make_mesh(args, groups=None, device=torch.device("cpu")):
     """Create all groups of the grid and return this process's Mesh. Collective.
 
-    Creating a group involves all ranks, those outside it as well. A deadlock is impossible because
-    all ranks create the groups in the same order, that of slices_of().
+    All ranks take part in creating a group, also those outside it. They create all groups in the
+    same order, that of slices_of(), so none waits for a rank that is creating another group.
 
-    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. There
-    is one exception: gradients have groups of their own. The operations of a group run in order,
-    and messages of layers should not wait for gradients.
-
-    groups: {key: group} of earlier meshes, to be used again.
+    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. But
+    gradients have groups of their own, because the operations of a group run in order, and layers'
+    messages should not wait for gradients. groups: those of earlier meshes, to be used again.
     """
     rank = dist.get_rank()
     groups = {} if groups is None else groups
@@ -586,18 +562,15 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     dp_cp_groups = differing(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # Cut tp into runs of in_tp neighbours and dp x cp into runs of in_dp_cp. An ep_group is where a
-    # run of tp meets a run of dp x cp. With tp 2 and ep 4 on 8 ranks, each run has 2 ranks:
-    #
-    #                  run 0 of dp x cp    run 1 of dp x cp
-    #     tp_rank 0        0    2              4    6
-    #     tp_rank 1        1    3              5    7
+    # Cut tp into runs of in_tp neighbours, and dp x cp into runs of in_dp_cp. An ep_group is where
+    # two such runs cross. With tp 2 and ep 4 on 8 ranks, dp is cut into two runs, and tp is one:
+    #     tp_rank 0        0 2 | 4 6
+    #     tp_rank 1        1 3 | 5 7
     in_tp = math.gcd(ep, tp)
     in_dp_cp = ep // in_tp
     runs = grid.view(pp, dp * cp // in_dp_cp, in_dp_cp, tp // in_tp, in_tp)
-    ep_groups = differing(runs, 2, 4)  # all ranks in a run of dp x cp and a run of tp
+    ep_groups = differing(runs, 2, 4)
     expert_dp_groups = differing(runs, 1)  # the same rank of each run of dp x cp
-    expert_tp_groups = differing(runs, 3)  # the same rank of each run of tp
     expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
     return {
         "pp_group": differing(grid, 0),
@@ -611,7 +584,7 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         "expert_dp_group": expert_dp_groups,
         "expert_shard_group": runs_of(expert_dp_groups, expert_replicate),
         "expert_replicate_group": across_runs(expert_dp_groups, expert_replicate),
-        "expert_tp_group": expert_tp_groups,
+        "expert_tp_group": differing(runs, 3),  # the same rank of each run of tp
         "embedding_group": differing(ends, 0),
         "node_group": runs_of(ep_groups, ep_nodes),
         "cross_group": across_runs(ep_groups, ep_nodes),
@@ -651,8 +624,8 @@ def across_runs(groups, count):
 #
 # With DualPipe, gradients are also summed over the two ranks of pp that hold the same stage.
 #
-# tests/tools/placement.py prints this table for a rank of any layout. With `--gpus 8 --tp 2 --pp 2
-# --sp`, rank 0 has layers 0 and 1. ZeRO-1 cuts its parts in two, for dp is 2:
+# tests/tools/placement.py prints these facts for a rank of any layout. With `--gpus 8 --tp 2 --pp 2
+# --sp`, ZeRO-1 cuts every part in two, as dp is 2, and rank 0 has the layers 0 and 1:
 #
 #     parameter                 whole      split             cut    summed over ranks
 #     wte.weight                256 x 128  dim 0 over {0 1}  {0 2}  {0 2}, then {0 4}, as it is tied
@@ -738,7 +711,6 @@ class Placement:
 
     @property
     def tensor(self):
-        """The parameter or buffer, or after wrap() this rank's piece of it."""
         return getattr(self.module, self.attribute)
 
     @property
@@ -790,19 +762,19 @@ class Trainer:
 
     positions: the positions of each sequence that this rank holds.
     replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
-    chunks: a GPT for each pipeline stage that this rank has.
-    unique_chunks: the same without the second replica that DualPipe keeps.
-    homes: Homes.
-    placements: a Placement for each parameter and buffer of this rank.
-    mixtures: {row in sum_tallies(): MoE} of this rank's mixtures of experts.
+    chunks: a GPT for each stage that this rank has.
+    unique_chunks: the same without those of DualPipe's second replica.
+    placements: a Placement for each parameter and buffer of the chunks.
+    mixtures: {row in sum_tallies(): MoE} of the chunks' mixtures of experts.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
-    optimizer: that of make_optimizer().
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
     steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
     """
 
     def __init__(self, args, mesh, device):
-        self.args, self.mesh, self.device = args, mesh, device
+        self.args = args
+        self.mesh = mesh
+        self.device = device
         self.steps_done = 0
         self.has_stepped = False
         schedule = schedule_of(args)
@@ -948,9 +920,7 @@ class Trainer:
             groups = [home.shard_group] if self.args.zero else []
             groups.append(home.split_group)
             nothing = torch.zeros(0, device=self.device)  # a rank that counts nothing takes part
-            # A rank without experts skips their Home, as do all ranks of its groups, which have the
-            # same layers. Every rank has other parameters, so there is a norm.
-            if own:
+            if own:  # ranks without experts skip their Home: their groups have none, either
                 norms.append(get_total_norm([nothing, *counted], groups=groups))
         return get_total_norm(norms, groups=[self.mesh.pp_group])
 
@@ -1023,22 +993,19 @@ def check_vocabulary(inputs, targets, size):
 #     make_chunks()     one chunk, a GPT with the embeddings and layers 0 and 1, and of each matrix
 #                       the half that tp gives to rank 0, without values
 #     placements_of()   a Placement for each parameter of this GPT
-#     initialize()      its initial values
-#     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. Each layer is one
-#                       of its units. From here on, the parameters of the GPT are pieces, which
-#                       together have half of its elements
+#     initialize()      their initial values
+#     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. The parameters of
+#                       the GPT are pieces from here on, which together have half of its elements
 #     make_optimizer()  AdamW, which updates the pieces
 #
-# With `--schedule interleaved` it gets two chunks, for stages 0 and 2 of 4, and with `--schedule
-# dualpipe` two for stage 0 of one replica and stage 1 of the other.
+# With `--schedule interleaved` it gets two chunks, for stages 0 and 2 of 4. With `--schedule
+# dualpipe`, they are for stage 0 of one replica and stage 1 of the other.
 
 
 def make_chunks(args, mesh, device, routes, positions, deferred):
-    """Create this rank's chunks, with parameters that have memory but no values.
+    """Create this rank's chunks, whose parameters have memory but no values.
 
-    routes: those of the schedule.
-    positions: the positions of each sequence that this rank of cp holds.
-    deferred: the WeightGradStore to which linear layers defer products.
+    routes: those of the schedule. deferred: a WeightGradStore.
     """
 
     def attention_over_cp(q, k, v, dropout):  # dropout is 0, as check() excludes it with cp
@@ -1064,7 +1031,7 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
 
 
 def stages_of(rank, routes):
-    """Return the stage of each chunk of a rank.
+    """Return the stage of each chunk of a rank. routes: those of a schedule.
 
         routes                                               rank 0    rank 1
         [(0, 0), (1, 0), (0, 1), (1, 1)]    interleaved      [0, 2]    [1, 3]
@@ -1079,15 +1046,10 @@ def stages_of(rank, routes):
 
 
 def wrap(args, homes, chunks, placements):
-    """Wrap the chunks so that their gradients are summed over dp x cp, by DDP or by ZeRO."""
+    """Wrap each chunk in DDP or in ZeRO's class, which sum its gradients over dp x cp."""
     weights = [row for row in placements if not row.is_buffer]
     if args.zero:
         return wrap_in_zero(args, homes, chunks, weights)
-    return wrap_in_ddp(homes, chunks, weights)
-
-
-def wrap_in_ddp(homes, chunks, weights):
-    """Wrap each chunk in DistributedDataParallel. weights: the Placements of parameters."""
     groups = {row.tensor: row.home.dp_group for row in weights if row.home is homes.experts}
     stages = []
     for chunk in chunks:
@@ -1103,9 +1065,8 @@ def wrap_in_ddp(homes, chunks, weights):
 def wrap_in_zero(args, homes, chunks, weights):
     """Wrap each chunk in FullyShardedDataParallel. weights: the Placements of parameters.
 
-    With bf16, gradients are summed in fp32, over microbatches and over ranks. On a GPU, linear
-    layers also compute theirs in fp32. Elsewhere, a gradient from one microbatch is first rounded
-    to bf16. A router's weight is in fp32 everywhere.
+    With bf16, gradients are summed in fp32, over microbatches and over ranks. A router's weight is
+    in fp32 everywhere.
     """
     groups = {}
     for row in weights:
@@ -1132,16 +1093,15 @@ def wrap_in_zero(args, homes, chunks, weights):
 def packed_apart(args, homes, weights):
     """Return the weights that ZeRO packs into flat tensors of their own.
 
-    Pieces of the copies of a weight must have the same elements, because sum_shared_gradients()
-    adds their gradients. Where ZeRO cuts a weight depends on the sizes of all others in the flat
-    tensor. With 257 tokens over tp 2, the ranks would cut wpe at different places:
+    Where ZeRO cuts a weight depends on the sizes of all weights in the flat tensor. But if ranks
+    have copies of a weight and sum_shared_gradients() sums its gradient over them, they must cut it
+    alike. For example, with 257 tokens and tp 2, wpe would begin at different elements:
 
-        flat tensor on rank 0 of tp    wte, 128 rows   | wpe              |
-        flat tensor on rank 1 of tp    wte, 129 rows     | wpe              |
+        flat tensor on rank 0 of tp    | wte, 128 rows | wpe        |
+        flat tensor on rank 1 of tp    | wte, 129 rows  | wpe        |
 
-    So whatever tp splits is kept apart from norms and positions, of which the ranks of tp have
-    copies. The tied weight is kept apart because its two stages hold other weights beside it.
-    Experts have groups of their own.
+    So what tp splits is kept apart from what it does not split. The tied weight is kept apart, as
+    its two stages have different weights beside it. ep divides experts evenly.
     """
     dense = [row for row in weights if row.home is homes.dense]
     split = [row.tensor for row in dense if row.shard is not None and args.tp > 1]
@@ -1188,30 +1148,18 @@ def adamw(args, groups):
 
 
 def learning_rate(step, args):
-    r"""Return the learning rate of step 0, 1, ...
+    """Return the learning rate of step 0, 1, ...
 
     It rises in the first --warmup steps, and the next one has --lr. In the last --decay-steps it
-    falls towards --min-lr, which a step after the last one would have:
-
-        lr         ___________________
-                  /                   \    linear, or half a period of a cosine
-                 /                     \   (Loshchilov and Hutter, 2017)
-                /                       min_lr
-              warmup       stable       decay
-
-    By default the decay begins right after the warm-up. With fewer --decay-steps, the rate is
-    stable in between (Hu et al., "MiniCPM", 2024).
+    falls along a line or half a period of a cosine towards --min-lr, which the step after the last
+    one would have. By default the decay begins right after the warm-up.
     """
     if step < args.warmup:
         return args.lr * (step + 1) / (args.warmup + 1)
     begin = args.steps - args.decay_steps
     progress = max(0, step - begin) / max(1, args.decay_steps)
-    if args.lr_decay == "none":
-        height = 1.0
-    elif args.lr_decay == "linear":
-        height = 1 - progress
-    else:
-        height = (1 + math.cos(math.pi * progress)) / 2
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    height = {"none": 1.0, "linear": 1 - progress, "cosine": cosine}[args.lr_decay]
     floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
     return args.lr * (floor + (1 - floor) * height)
 
@@ -1223,11 +1171,11 @@ def learning_rate(step, args):
 class GPTConfig:
     """What defines a GPT. Args, under "flags", says what each field means.
 
-    Letters in shapes stand for what one rank computes with:
+    Letters in the shapes of what a rank computes:
 
-        B   sequences of a microbatch    D   hidden             H   heads / tp
-        T   seq_len / cp                 F   mlp_width          K   hidden / heads, a head's width
-                                         V   vocab_size
+        B   sequences of a microbatch      D   hidden        H   heads / tp
+        T   seq_len / cp                   F   mlp_width     K   hidden / heads, a head's width
+        V   vocab_size
     """
 
     layers: int = 4
@@ -1301,10 +1249,7 @@ def make_norm(config):
 
 
 def of_own_tokens(module, config):
-    """With sp, mark a module as one whose gradients cover this rank's tokens only. Return it.
-
-    A norm of q or k inside attention works on this rank's heads, so it is always marked.
-    """
+    """With sp, mark a module as one whose gradients cover this rank's tokens only. Return it."""
     return mark_sum_over_tp(module) if config.sp else module
 
 
@@ -1471,10 +1416,10 @@ def make_moe(args, mesh):
 
 
 def parts_of_experts(args):
-    """Return the default of --expert-parts, which depends on flags alone: all ranks need the same.
+    """Return the default of --expert-parts, the same on all ranks.
 
-    It is 2 if a rank sends 1 MiB or more to every other rank of ep in a dispatch: halves of it then
-    still take far longer than the start of a message does.
+    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
+    message still take far longer than its start.
     """
     rows = args.batch_size // (args.dp * args.microbatches)
     tokens = rows * args.seq_len // (args.cp * args.tp)
@@ -1484,17 +1429,16 @@ def parts_of_experts(args):
 
 
 class GPT(nn.Module):
-    """One pipeline stage of a GPT. Its layers are numbered as in the whole model.
+    """One stage of a GPT. Its layers are numbered as in the whole model.
 
     Stages pass on activations (T, B, D), or (T/tp, B, D) with sp. The first takes tokens (B, T),
-    and the last returns logits (T, B, V/tp). A tied head uses the weight of the token embedding.
-    With several stages the last one has a copy of it, which Trainer.sum_shared_gradients() keeps
-    equal.
+    and the last returns logits (T, B, V/tp). A tied head has the weight of the token embedding, of
+    which the last of several stages has a copy. Trainer.sum_shared_gradients() keeps them equal.
 
     parallel: a Parallel.
     positions: the T positions of each sequence that this rank of cp holds.
     layers: the range of its layers.
-    copies: {name of a copy: name of the original} of tied weights, whichever stages have them.
+    copies: {name of the tied weight's copy: name of the original}, whichever stages have them.
     vocab_start: the first column of the logits of the last stage on this rank of tp.
     """
 
@@ -1568,10 +1512,8 @@ def divide_layers(config, routes):
     Every layer counts as 1, the mean cost of a layer, and the last stage starts with the cost of
     the head. Each stage between the first and the last gets one layer. Each other layer is given to
     the rank that costs least so far, and there to the cheapest stage. Among equal stages the last
-    one gets it, since earlier ones keep the activations of more microbatches. If the head costs
-    1.1, 30 layers are divided among 4 ranks of one stage into 8, 8, 8 and 6.
-
-    routes: those of a schedule. The two of DualPipe give ranks r and p-1-r the same two stages.
+    one gets it, since earlier ones keep the activations of more microbatches. If the head costs as
+    much as 1.1 layers, 4 stages get 8, 8, 8 and 6 of 30 layers. routes: those of a schedule.
     """
     stages = range(len(routes[0]))
     holders = [frozenset(rank for rank, _ in places) for places in zip(*routes)]
@@ -1627,8 +1569,6 @@ def flops_per_token(config):
 
 
 # ---- initial values, and where a part lies in the whole ------------------------------------------
-#
-# Initial values and checkpoints must not depend on the layout, so they refer to wholes.
 
 
 @torch.no_grad()
