@@ -562,15 +562,14 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     dp_cp_groups = differing(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # Cut tp into runs of in_tp neighbours, and dp x cp into runs of in_dp_cp. An ep_group is where
-    # two such runs cross. With tp 2 and ep 4 on 8 ranks, dp is cut into two runs, and tp is one:
-    #     tp_rank 0        0 2 | 4 6
-    #     tp_rank 1        1 3 | 5 7
+    # Experts are spread over runs of in_dp_cp neighbours in dp x cp, and of in_tp in tp. With tp 2
+    # and ep 4 on 8 ranks, dp x cp has two such runs, with 0 1 2 3 and 4 5 6 7, and tp has one. The
+    # dims of `runs` are pp, the number of the run in dp x cp, the index in it, and both for tp.
     in_tp = math.gcd(ep, tp)
     in_dp_cp = ep // in_tp
     runs = grid.view(pp, dp * cp // in_dp_cp, in_dp_cp, tp // in_tp, in_tp)
-    ep_groups = differing(runs, 2, 4)
-    expert_dp_groups = differing(runs, 1)  # the same rank of each run of dp x cp
+    ep_groups = differing(runs, 2, 4)  # the indices tell which experts a rank holds
+    expert_dp_groups = differing(runs, 1)
     expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
     return {
         "pp_group": differing(grid, 0),
@@ -584,7 +583,7 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         "expert_dp_group": expert_dp_groups,
         "expert_shard_group": runs_of(expert_dp_groups, expert_replicate),
         "expert_replicate_group": across_runs(expert_dp_groups, expert_replicate),
-        "expert_tp_group": differing(runs, 3),  # the same rank of each run of tp
+        "expert_tp_group": differing(runs, 3),
         "embedding_group": differing(ends, 0),
         "node_group": runs_of(ep_groups, ep_nodes),
         "cross_group": across_runs(ep_groups, ep_nodes),
@@ -598,21 +597,21 @@ def differing(grid, *dims):
 
 
 def runs_of(groups, count):
-    """Cut each group into `count` runs of neighbours: 0 2 4 6 into the groups 0 2 and 4 6."""
+    """Cut each group into `count` runs of neighbours. For 2, 0 2 4 6 becomes 0 2 and 4 6."""
     return groups.reshape(-1, groups.shape[1] // count)
 
 
 def across_runs(groups, count):
-    """Take the first rank of each run, the second, and so on: 0 2 4 6 gives 0 4 and 2 6."""
+    """Group the first ranks of all runs, the second, and so on. 0 2 4 6 becomes 0 4 and 2 6."""
     return groups.unflatten(1, (count, -1)).mT.flatten(0, 1)
 
 
 # ---- where each parameter lives ------------------------------------------------------------------
 #
-# A parameter is split over a group, so that each rank of this group has another part of it. Its
-# gradient is summed over the ranks that have the same part. ZeRO cuts a part once more, and divides
-# its optimizer state, gradient or weight among these ranks. Weights are (outputs, inputs), so a
-# column-parallel layer splits rows.
+# If a parameter is split over a group, each rank of the group has another part of it. A gradient is
+# summed over the ranks that have the same part and have used it for other tokens. Among those of
+# dp x cp, ZeRO also divides the part's optimizer state, gradient or weight. Weights are stored as
+# (outputs, inputs), so a column-parallel layer splits rows.
 #
 #     parameter                        split over      its gradient is summed over
 #     wte, lm_head                     tp, by rows     dp x cp, then, if tied, first and last stage
@@ -1573,7 +1572,10 @@ def flops_per_token(config):
 
 @torch.no_grad()
 def initialize(placements, seed):
-    """Give this rank's part of every parameter and buffer its initial value."""
+    """Give this rank's part of every parameter and buffer its initial value.
+
+    Numbers depend on the seed, the parameter's name and the row of the whole, never on the layout.
+    """
     for row in placements:
         tensor = row.tensor
         if not isinstance(row.initial, Normal):
@@ -1582,16 +1584,16 @@ def initialize(placements, seed):
         dim = row.shard.dim if row.shard else 0
         _, views = views_in_whole(tensor, tensor, row.shard)
         for first_index, view in views.items():
-            rows = view.movedim(dim, 0)  # each has a random stream, so other ranks' are not drawn
+            rows = view.movedim(dim, 0)  # along the dim that is split
             rows.copy_(normal(rows.shape, row.initial.std, f"{seed} {row.name}", first_index[dim]))
 
 
 def normal(shape, std, key, offset=0):
     """Return the rows from `offset` on of a tensor of normally distributed numbers.
 
-    Each row has a random stream of its own, so that a rank draws only the rows that it holds. key:
-    a text on which the numbers depend. A row is one index of the first dim. In a tensor with three
-    dims, which holds one matrix per expert, each row of each matrix has its own stream.
+    Each row has a random stream of its own, so that a rank draws only the rows that it holds. If
+    the tensor holds a matrix per expert, each row of each matrix has its own stream. key: a text on
+    which the numbers depend.
     """
     if len(shape) == 1:
         return normal((*shape, 1), std, key, offset).view(shape)
@@ -1611,15 +1613,15 @@ def normal(shape, std, key, offset=0):
 def views_in_whole(parameter, tensor, shard=None):
     """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
 
-    A piece is a range of a flattened part, which is cut into boxes. Then each box gets the index
-    that it has in the whole. In the example, a whole of (6, 2) has two blocks, of 4 and 2 rows:
+    A piece is a range of a flattened part. It is cut into boxes of the part, and each box gets its
+    index in the whole. Here rank 0 has rows 0, 1 and 4 of a whole of (6, 2), as in Shard's example:
 
-        row of the whole    part of rank 0 (see Shard)    piece with offset 1    box in the whole
-        0                   0 1                           . 1                    (0, 1): (1, 1)
-        1                   2 3                           2 3                    (1, 0): (1, 2)
-        4                   4 5                           4 5                    (4, 0): (1, 2)
+        row of the whole    part of rank 0    piece with offset 1    its boxes, {index: shape}
+        0                   0 1               . 1                    (0, 1): (1, 1)
+        1                   2 3               2 3                    (1, 0): (1, 2)
+        4                   4 5               4 5                    (4, 0): (1, 2)
 
-    parameter: a part of which `shard` says where it lies (None: everywhere), or a piece of it.
+    parameter: a part that lies where `shard` says, the whole if that is None, or a piece of it.
     tensor: the parameter, or a tensor of the same layout, such as a moment.
     """
     shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
@@ -1643,17 +1645,17 @@ def boxes_between(shape, begin, end):
                                4 5
                                6 .       the start of row 3    (3, 0), (1, 1)
     """
-    if len(shape) < 2 and begin < end:  # a range of a vector, or a number
-        yield len(shape) * (begin,), len(shape) * (end - begin,)
+    if not shape and begin < end:  # a number
+        yield (), ()
         return
     size = math.prod(shape[1:])  # of a row, which may be a matrix
     while begin < end:
         row, offset = divmod(begin, size)
         count = (end - begin) // size
-        if offset == 0 and count > 0:
+        if offset == 0 and count > 0:  # whole rows
             yield (row, *[0] * (len(shape) - 1)), (count, *shape[1:])
             begin += count * size
-        else:  # a part of one row, which is cut in the same way
+        else:  # some elements of one row, which are cut in the same way
             row_end = min(end - row * size, size)
             for index, sizes in boxes_between(shape[1:], offset, row_end):
                 yield (row, *index), (1, *sizes)
@@ -1663,14 +1665,14 @@ def boxes_between(shape, begin, end):
 def boxes_in_whole(index, box, shard):
     """Return {index in the whole: view} for the box at this index of the part.
 
-    The box is cut where its neighbouring rows are none in the whole: in the example above, a box of
-    rows 1 and 2 of the part has rows 1 and 4 of the whole.
+    In the example above, rows 1 and 2 of the part are rows 1 and 4 of the whole, so a box with both
+    is cut into two.
     """
     if shard is None:
         return {index: box}
     dim = shard.dim
     views = {}
-    run_begin = 0  # in the part
+    run_begin = 0  # the first row of the run in the part. Its first row in the whole is `row`
     for row, count in shard.runs():
         begin = max(run_begin, index[dim])
         end = min(run_begin + count, index[dim] + box.size(dim))
