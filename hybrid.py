@@ -611,33 +611,24 @@ def across_runs(groups, count):
 # If a parameter is split over a group, each rank of the group has another part of it. A gradient is
 # summed over the ranks that have the same part and have used it for other tokens. Among those of
 # dp x cp, ZeRO also divides the part's optimizer state, gradient or weight. Weights are stored as
-# (outputs, inputs), so a column-parallel layer splits rows.
+# (outputs, inputs), so a column-parallel layer splits rows. In braces, the table shows which ranks
+# these are for rank 0 of 8 with `--pp 2 --tp 2 --sp`, so that dp is 2:
 #
-#     parameter                        split over      its gradient is summed over
-#     wte, lm_head                     tp, by rows     dp x cp, then, if tied, first and last stage
-#     c_attn, c_fc, with biases        tp, by rows     dp x cp
-#     c_proj.weight                    tp, by columns  dp x cp
-#     c_proj.bias, ln_*, wpe           nothing         dp x cp, then, with --sp, tp
-#     router, shared experts           nothing         dp x cp, then tp
-#     w_in, w_out of experts           ep, by experts  expert_dp_group, then expert_tp_group
+#     parameter                  split over            its gradient is summed over
+#     wte, lm_head               tp {0 1}, by rows     dp x cp {0 2}, and if tied, both stages {0 4}
+#     c_attn, c_fc, with biases  tp {0 1}, by rows     dp x cp {0 2}
+#     c_proj.weight              tp {0 1}, by columns  dp x cp {0 2}
+#     c_proj.bias, ln_*, wpe     nothing               dp x cp {0 2}, then, with --sp, tp {0 1}
+#     router, shared experts     nothing               dp x cp {0 2}, then tp {0 1}
+#     w_in, w_out of experts     ep, by experts        expert_dp_group, then expert_tp_group
 #
 # With DualPipe, gradients are also summed over the two ranks of pp that hold the same stage.
+# tests/tools/placement.py prints the table for a rank of any layout.
 #
-# tests/tools/placement.py prints these facts for a rank of any layout. With `--gpus 8 --tp 2 --pp 2
-# --sp`, ZeRO-1 cuts every part in two, as dp is 2, and rank 0 has the layers 0 and 1:
-#
-#     parameter                 whole      split             cut    summed over ranks
-#     wte.weight                256 x 128  dim 0 over {0 1}  {0 2}  {0 2}, then {0 4}, as it is tied
-#     wpe.weight                64 x 128   no                {0 2}  {0 2}, then {0 1}, due to --sp
-#     h.0,1.attn.c_attn.weight  384 x 128  dim 0 over {0 1}  {0 2}  {0 2}
-#     h.0,1.mlp.c_proj.weight   128 x 512  dim 1 over {0 1}  {0 2}  {0 2}
-#     h.0,1.mlp.c_proj.bias     128        no                {0 2}  {0 2}, then {0 1}
-#
-# Each of these facts is declared on the module that has the parameter: its part by set_shard() (for
-# experts by make_moe()), the sum over tp by mark_sum_over_tp(), the home and the initial value by
-# declare(), and a tied weight by GPT.copies. placements_of() collects them in a Placement for each
-# parameter, and everything else reads Placements: initialize(), wrap(), the sums and the norm of
-# gradients, and checkpoints.
+# These facts are declared on the module that has the parameter: its part by set_shard() (of experts
+# by make_moe()), the sum over tp by mark_sum_over_tp(), home and initial value by declare(), and a
+# tied weight by GPT.copies. placements_of() collects them in Placements, which are read by
+# initialize(), wrap(), the sums and the norm of gradients, and checkpoints.
 
 
 @dataclass(frozen=True, eq=False)
@@ -986,15 +977,15 @@ def check_vocabulary(inputs, targets, size):
 
 # ---- what a step works with ----------------------------------------------------------------------
 #
-# Trainer.__init__() prepares a step. With `--pp 2 --tp 2 --zero 1` on 8 ranks, as in the example of
-# "where each parameter lives", rank 0 gets:
+# Trainer.__init__() prepares a step. With `--pp 2 --tp 2 --zero 1` on 8 ranks, rank 0 gets:
 #
-#     make_chunks()     one chunk, a GPT with the embeddings and layers 0 and 1, and of each matrix
-#                       the half that tp gives to rank 0, without values
-#     placements_of()   a Placement for each parameter of this GPT
-#     initialize()      their initial values
-#     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. The parameters of
-#                       the GPT are pieces from here on, which together have half of its elements
+#     make_chunks()     one chunk: a GPT with the embeddings and layers 0 and 1 of 4, and of each
+#                       matrix the half that tp gives to rank 0. It has no values yet
+#     placements_of()   a Placement for each of its parameters. That of wte.weight says chunk 0, home
+#                       dense, shard Shard(dim 0 over ranks 0 and 1), initial Normal(), is_tied
+#     initialize()      their values
+#     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. Its parameters are
+#                       pieces from here on, which together have half of its elements
 #     make_optimizer()  AdamW, which updates the pieces
 #
 # With `--schedule interleaved` it gets two chunks, for stages 0 and 2 of 4. With `--schedule
