@@ -981,11 +981,11 @@ def check_vocabulary(inputs, targets, size):
 #
 #     make_chunks()     one chunk: a GPT with the embeddings and layers 0 and 1 of 4, and of each
 #                       matrix the half that tp gives to rank 0. It has no values yet
-#     placements_of()   a Placement for each of its parameters. That of wte.weight says chunk 0, home
-#                       dense, shard Shard(dim 0 over ranks 0 and 1), initial Normal(), is_tied
+#     placements_of()   a Placement for each of its parameters. That of wte.weight says: chunk 0,
+#                       home dense, shard Shard(0, (256,), tp_group), is_tied, initial Normal()
 #     initialize()      their values
-#     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. Its parameters are
-#                       pieces from here on, which together have half of its elements
+#     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. From here on its
+#                       parameters are pieces, which together have half of its elements
 #     make_optimizer()  AdamW, which updates the pieces
 #
 # With `--schedule interleaved` it gets two chunks, for stages 0 and 2 of 4. With `--schedule
