@@ -15,7 +15,7 @@ where pp, dp, cp and tp are also the sizes of the axes. tp is innermost, as its 
 should share a node. A gradient is summed over the ranks that use the same weight for different
 tokens: those of dp x cp, and those of tp where sequence parallelism (--sp) or experts divide the
 tokens over tp. If the head is tied to the token embedding, their gradient is also summed over the
-first and the last stage, and DualPipe sums over the two ranks that hold the same stage.
+first and the last stage.
 
 A layer can have experts, which are MLPs of which each token uses only a few. tp does not split
 them, so all ranks that have the layer would hold copies of its experts. Instead, these ranks form
@@ -333,19 +333,19 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #
 # Terms, each with one meaning from here on:
 #
-#     stage      consecutive layers. The first stage also has the embeddings, the last the head
-#     chunk      a module with one stage. A rank has several of an interleaved schedule or DualPipe
+#     stage      consecutive layers. The first stage also has the embeddings, the last one the head
+#     chunk      the module of a stage. Some schedules, such as DualPipe, give a rank several chunks
 #     place      (rank of pp, number of the chunk on that rank): where a stage is
 #     route      the places that a microbatch visits, one per stage. DualPipe has two routes
-#     replica    a complete model. Each dp rank works on its own, and a pipeline of DualPipe has two
+#     replica    a complete model: one for each dp rank, and two in a pipeline of DualPipe
 #     whole      a parameter as one process would have it
 #     part       the rows, columns or experts of a whole that tp or ep gives to a rank. A Shard says
 #                which they are. If nothing splits a parameter, the part is the whole
 #     shard      an equal share of a flat tensor into which ZeRO packs the parts of many parameters
 #     piece      the elements of one part that lie in this rank's shard, possibly none
-#     copy       equal elements of a parameter that another rank or chunk has, too
-#     box        a rectangular block of a whole. Checkpoints store a part or a piece as boxes
-#     home       the groups that split, cut and sum a parameter. Experts have another than the rest
+#     copy       the same elements of a parameter on another rank, or in another chunk
+#     box        a rectangular block of a tensor. Checkpoints store parts and pieces as boxes
+#     home       the groups that split, cut and sum a parameter. Experts have a home of their own
 
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
@@ -562,13 +562,13 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     dp_cp_groups = differing(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # Experts are spread over runs of in_dp_cp neighbours in dp x cp, and of in_tp in tp. With tp 2
-    # and ep 4 on 8 ranks, dp x cp has two such runs, with 0 1 2 3 and 4 5 6 7, and tp has one. The
-    # dims of `runs` are pp, the number of the run in dp x cp, the index in it, and both for tp.
+    # Cut dp x cp into runs of in_dp_cp neighbours, and tp into runs of in_tp. An ep_group is one run
+    # of each: with tp 2 and ep 4 on 8 ranks, 0 1 2 3 and 4 5 6 7 are two runs of dp x cp, with all
+    # of tp. The dims of `runs` are pp, then the run and the index in it, for dp x cp and for tp.
     in_tp = math.gcd(ep, tp)
     in_dp_cp = ep // in_tp
     runs = grid.view(pp, dp * cp // in_dp_cp, in_dp_cp, tp // in_tp, in_tp)
-    ep_groups = differing(runs, 2, 4)  # the indices tell which experts a rank holds
+    ep_groups = differing(runs, 2, 4)  # the two indices tell which experts a rank holds
     expert_dp_groups = differing(runs, 1)
     expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
     return {
@@ -636,7 +636,7 @@ class Home:
     """The groups of one kind of parameter. Experts have one Home, and all others have another."""
 
     split_group: dist.ProcessGroup  # its ranks have different parts
-    copies_group: dist.ProcessGroup  # ranks of tp, which have copies unless they split it
+    copies_group: dist.ProcessGroup  # ranks of tp, which have copies of what they do not split
     dp_group: dist.ProcessGroup  # ranks of dp x cp that have the same part
     shard_group: dist.ProcessGroup  # over its ranks ZeRO cuts a part
     replicate_group: dist.ProcessGroup  # its ranks have the same shard
@@ -871,7 +871,7 @@ class Trainer:
         return loss
 
     def loss(self, logits, targets, num_tokens):
-        """Return a microbatch's part of the loss: sum of its token losses / tokens of the batch."""
+        """Return a microbatch's share of the loss: sum of its token losses / tokens of the batch."""
         losses = vocab_parallel_cross_entropy(
             logits.flatten(0, 1), targets.t().flatten(), self.args.vocab_size, IGNORE_INDEX,
             self.mesh.tp_group, inplace=True,
