@@ -562,7 +562,7 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     dp_cp_groups = differing(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # Cut dp x cp into runs of in_dp_cp neighbours, and tp into runs of in_tp. An ep_group is one run
+    # Cut dp x cp into runs of in_dp_cp neighbours and tp into runs of in_tp. An ep_group is one run
     # of each: with tp 2 and ep 4 on 8 ranks, 0 1 2 3 and 4 5 6 7 are two runs of dp x cp, with all
     # of tp. The dims of `runs` are pp, then the run and the index in it, for dp x cp and for tp.
     in_tp = math.gcd(ep, tp)
@@ -871,7 +871,7 @@ class Trainer:
         return loss
 
     def loss(self, logits, targets, num_tokens):
-        """Return a microbatch's share of the loss: sum of its token losses / tokens of the batch."""
+        """Return a microbatch's term of the loss: its sum of losses / tokens of the whole batch."""
         losses = vocab_parallel_cross_entropy(
             logits.flatten(0, 1), targets.t().flatten(), self.args.vocab_size, IGNORE_INDEX,
             self.mesh.tp_group, inplace=True,
@@ -1083,17 +1083,17 @@ def wrap_in_zero(args, homes, chunks, weights):
 def packed_apart(args, homes, weights):
     """Return the weights that ZeRO packs into flat tensors of their own.
 
-    Where ZeRO cuts a weight depends on the sizes of all weights in the flat tensor. But if ranks
-    have copies of a weight and sum_shared_gradients() sums its gradient over them, they must cut it
-    alike. For example, with 257 tokens and tp 2, wpe would begin at different elements:
+    sum_shared_gradients() adds pieces of copies, which must therefore be the same elements on all
+    ranks of the sum. So a copy may share a flat tensor only with weights that have the same sizes on
+    these ranks. With 257 tokens and tp 2, wte has not, and wpe would be cut at different elements:
 
-        flat tensor on rank 0 of tp    | wte, 128 rows | wpe        |
-        flat tensor on rank 1 of tp    | wte, 129 rows  | wpe        |
+        flat tensor on rank 0 of tp    | wte, 128 rows | wpe         |
+        flat tensor on rank 1 of tp    | wte, 129 rows  | wpe         |
 
-    So what tp splits is kept apart from what it does not split. The tied weight is kept apart, as
-    its two stages have different weights beside it. ep divides experts evenly.
+    So weights that tp splits are packed apart from those that it does not split. The tied weight is
+    packed apart because its two stages have different weights beside it.
     """
-    dense = [row for row in weights if row.home is homes.dense]
+    dense = [row for row in weights if row.home is homes.dense]  # ep divides experts evenly
     split = [row.tensor for row in dense if row.shard is not None and args.tp > 1]
     return {*split, *(row.tensor for row in dense if row.is_tied)}
 
