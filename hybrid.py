@@ -1084,7 +1084,7 @@ def packed_apart(args, homes, weights):
     """Return the weights that ZeRO packs into flat tensors of their own.
 
     sum_shared_gradients() adds pieces of copies, which must therefore be the same elements on all
-    ranks of the sum. So a copy may share a flat tensor only with weights that have the same sizes on
+    ranks of the sum. So a copy may share a flat tensor only with weights that have equal sizes on
     these ranks. With 257 tokens and tp 2, wte has not, and wpe would be cut at different elements:
 
         flat tensor on rank 0 of tp    | wte, 128 rows | wpe         |
