@@ -435,28 +435,6 @@ def train(args, device):
                 validate(trainer, data, prompt, log)
 
 
-def evaluate(trainer, data, batches=8):
-    """Return the mean loss per token of `batches` validation batches, which are always the same."""
-    total = 0.0
-    for index in range(batches):
-        batch = trainer.batch_of(data, index, "validation")
-        loss = trainer.forward(*batch).item()
-        if not math.isfinite(loss):  # on all ranks alike, since a sum has equal bits on all ranks
-            check_vocabulary(*batch, trainer.args.vocab_size)
-        total += loss
-    return total / batches
-
-
-def validate(trainer, data, prompt, log):
-    """Report the loss of a validation, and a sample that begins with the prompt. Collective."""
-    log.validation(evaluate(trainer, data))
-    count = sample_size(trainer.args, data)
-    if count:
-        show = text_of if data.is_text else list
-        tokens = sample(trainer, prompt, count)
-        log.sample(show(prompt), show(tokens), show(prompt + tokens))
-
-
 # ---- mesh ----------------------------------------------------------------------------------------
 
 
@@ -1137,23 +1115,6 @@ def adamw(args, groups):
     )  # fmt: skip
 
 
-def learning_rate(step, args):
-    """Return the learning rate of step 0, 1, ...
-
-    It rises in the first --warmup steps, and the next one has --lr. In the last --decay-steps it
-    falls along a line or half a period of a cosine towards --min-lr, which the step after the last
-    one would have. By default the decay begins right after the warm-up.
-    """
-    if step < args.warmup:
-        return args.lr * (step + 1) / (args.warmup + 1)
-    begin = args.steps - args.decay_steps
-    progress = max(0, step - begin) / max(1, args.decay_steps)
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    height = {"none": 1.0, "linear": 1 - progress, "cosine": cosine}[args.lr_decay]
-    floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
-    return args.lr * (floor + (1 - floor) * height)
-
-
 # ---- model ---------------------------------------------------------------------------------------
 
 
@@ -1678,6 +1639,48 @@ def boxes_in_whole(index, box, shard):
 #
 # Here the technique ends. What follows serves a long run on real data: it reads data and flags,
 # writes samples, checkpoints and a log, compares copies, and ends all processes alike.
+
+# ---- learning rate and validation ----------------------------------------------------------------
+
+
+def learning_rate(step, args):
+    """Return the learning rate of step 0, 1, ...
+
+    It rises in the first --warmup steps, and the next one has --lr. In the last --decay-steps it
+    falls along a line or half a period of a cosine towards --min-lr, which the step after the last
+    one would have. By default the decay begins right after the warm-up.
+    """
+    if step < args.warmup:
+        return args.lr * (step + 1) / (args.warmup + 1)
+    begin = args.steps - args.decay_steps
+    progress = max(0, step - begin) / max(1, args.decay_steps)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    height = {"none": 1.0, "linear": 1 - progress, "cosine": cosine}[args.lr_decay]
+    floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
+    return args.lr * (floor + (1 - floor) * height)
+
+
+def evaluate(trainer, data, batches=8):
+    """Return the mean loss per token of `batches` validation batches, which are always the same."""
+    total = 0.0
+    for index in range(batches):
+        batch = trainer.batch_of(data, index, "validation")
+        loss = trainer.forward(*batch).item()
+        if not math.isfinite(loss):  # on all ranks alike, since a sum has equal bits on all ranks
+            check_vocabulary(*batch, trainer.args.vocab_size)
+        total += loss
+    return total / batches
+
+
+def validate(trainer, data, prompt, log):
+    """Report the loss of a validation, and a sample that begins with the prompt. Collective."""
+    log.validation(evaluate(trainer, data))
+    count = sample_size(trainer.args, data)
+    if count:
+        show = text_of if data.is_text else list
+        tokens = sample(trainer, prompt, count)
+        log.sample(show(prompt), show(tokens), show(prompt + tokens))
+
 
 # ---- data ----------------------------------------------------------------------------------------
 
