@@ -683,7 +683,7 @@ class Placement:
 
     @property
     def counts(self):
-        """Whether this rank counts it in the norm: a part always, a copy over tp on one rank."""
+        """Whether this rank counts it in the norm. What is not split counts on one rank of tp."""
         is_first = dist.get_rank(self.home.split_group) == 0
         return not self.is_copy and (self.shard is not None or is_first)
 
