@@ -47,9 +47,9 @@ Overlap        on the upper floor, backward computes dW while dX is summed. With
                chunk while other chunks travel
 With fp16      a gradient that overflows on one rank must skip the step on all of them, or copies
                part. torch.amp.GradScaler decides on each rank by itself. Unless zero.py wraps the
-               model, take PyTorch's ShardedGradScaler(process_group=tp_group), from
-               torch.distributed.fsdp.sharded_grad_scaler, and an optimizer without fused=True,
-               which this scaler asks before its sum over the group
+               model, use ShardedGradScaler(process_group=tp_group), which asks all ranks, from
+               torch.distributed.fsdp.sharded_grad_scaler. It does not ask them for an optimizer
+               with fused=True
 PyTorch's      DTensor and parallelize_module() split the same matrices. Each operation derives what
                to send from the placements of its DTensors. Here a parameter is a plain tensor
 
@@ -744,7 +744,6 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
     torch._foreach_copy_(gradients, [total.view_as(grad) for total, grad in zip(sums, gradients)])
 
 
-
 def check_gradients_over_tp(model, group=None, tolerance=1e-3):
     """Raise ValueError on all ranks if copies of a parameter have different gradients. Collective.
 
@@ -757,16 +756,16 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
     if dist.get_world_size(group) == 1:
         return
     shards = shards_of(model)
-
-    def is_copy(name):  # or split over another group, which has only this rank in common
-        return name not in shards or len(ranks_in_both(group, shards[name].group)) == 1
-
-    def described(name, parameter):
-        whole_shape = getattr(parameter, "whole_shape", None)
-        return (name, whole_shape, getattr(parameter, "offset", 0)), parameter
-
-    copies = {n: p for n, p in model.named_parameters() if p.requires_grad and is_copy(n)}
-    check_parameters([described(*item) for item in copies.items()], group)
+    copies = {}
+    described = []
+    for name, parameter in model.named_parameters():
+        # A Shard over another group has only this rank in common with this one.
+        is_copy = name not in shards or len(ranks_in_both(group, shards[name].group)) == 1
+        if is_copy and parameter.requires_grad:
+            copies[name] = parameter
+            whole_shape = getattr(parameter, "whole_shape", None)  # of a ZeRO piece
+            described.append(((name, whole_shape, getattr(parameter, "offset", 0)), parameter))
+    check_parameters(described, group)
     distances = _distances_from_mean(copies.values(), group)
     names = [name for name, distance in zip(copies, distances) if distance > tolerance]
     if names:
