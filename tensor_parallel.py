@@ -190,11 +190,11 @@ def split_cross_entropy(logits, target, group=None):
 # ==== upper floor =================================================================================
 #
 # These functions are tensor parallelism: a column split, then a row split, with one sum forward and
-# one backward, and a vocabulary of which each rank has a part. A training needs four more things:
+# one backward, and a vocabulary of which each rank has a part. Training needs four more things:
 # linear layers whose messages travel while products are computed, and which also serve sequence
 # parallelism; modules that hold this rank's part of each parameter and know where it lies in the
-# whole; a loss that takes less memory; and a sum for copies whose gradients are only parts. How
-# products and messages overlap chunk by chunk, and what pipelines need, comes after these.
+# whole; a loss that takes less memory; and a sum for copies whose gradients are only parts. These
+# follow in this order, and then what large chunks and pipelines add to the linear layers.
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
@@ -214,7 +214,7 @@ def split_cross_entropy(logits, target, group=None):
 # computes dY W. It computes dW while dX is summed. Without sequence parallelism, nothing is
 # gathered, and sums are all-reduces.
 #
-# What begin_gather(), begin_sum() and begin_weight_gradient() return is a function, which waits for
+# begin_gather(), begin_sum() and begin_weight_gradient() each return a function, which waits for
 # the result and returns it.
 
 
@@ -265,9 +265,9 @@ class _ColumnLinear(torch.autograd.Function):
         dx = dweight = dbias = None
         if wants_weight:
             get_dweight = begin_weight_gradient(parameter, dy, x, split, group, defer)
-        if wants_x:
+        if wants_x:  # dY W is computed while X is gathered
             get_dx = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
-        if wants_weight:
+        if wants_weight:  # dW is computed while dX is summed
             dweight = get_dweight()
         if wants_bias:
             dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
