@@ -819,7 +819,7 @@ CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}
 
 def by_chunks(nbytes, device, group):
     """Return whether to multiply by chunks, if each chunk that travels takes so many bytes."""
-    return dist.get_world_size(group) > 1 and nbytes >= CHUNK_BYTES[device.type]
+    return nbytes >= CHUNK_BYTES[device.type] and dist.get_world_size(group) > 1
 
 
 def gather_by_chunks(x, weight, bias=None, group=None):
