@@ -46,10 +46,15 @@ Overlap        on the upper floor, backward computes dW while dX is summed. With
                parallelism a large forward product, or dX of a row-parallel layer, runs chunk by
                chunk while other chunks travel
 With fp16      a gradient that overflows on one rank must skip the step on all of them, or copies
-               part. torch.amp.GradScaler decides on each rank by itself. Unless zero.py wraps the
-               model, use ShardedGradScaler(process_group=tp_group), which asks all ranks, from
-               torch.distributed.fsdp.sharded_grad_scaler. It does not ask them for an optimizer
-               with fused=True
+               part. With zero.py's wrapper it does. Without, torch.amp.GradScaler decides on each
+               rank by itself, so let ranks share what they find, after backward() and before
+               scaler.unscale_() or scaler.step():
+
+                   gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                   norm = torch.nn.utils.get_total_norm(gradients)
+                   all_reduce(norm, group=tp_group)
+                   gradients[0].add_(0 * norm)  # NaN if a rank's norm is infinite or NaN
+
 PyTorch's      DTensor and parallelize_module() split the same matrices. Each operation derives what
                to send from the placements of its DTensors. Here a parameter is a plain tensor
 

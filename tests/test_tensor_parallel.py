@@ -14,13 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference_gpt
 import tensor_parallel
-from collectives import count_bytes, gather_objects, observe, rank_and_size
+from collectives import all_reduce, count_bytes, gather_objects, observe, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
 from ranks import least_bytes, on_ranks, shifted, soak
@@ -416,18 +415,17 @@ def test_a_marked_parameter_may_be_split_over_another_group_but_not_over_that_of
     assert all(parameter.grad.eq(expected).all() for parameter in marked)
 
 
-@pytest.mark.parametrize("scaler_of", ["PyTorch's GradScaler", "ShardedGradScaler"])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 @on_ranks(4)
-def test_an_overflow_on_one_rank_skips_the_step_on_all_with_the_scaler_of_the_docstring(scaler_of):
-    """With the other scaler one rank skips a step, and copies part: the docstring says so, too."""
+def test_an_overflow_on_one_rank_skips_the_step_on_all_if_they_share_it(fused, is_shared):
+    """Otherwise one rank skips a step, and copies part. The four lines are in the docstring."""
     group, replica = interleaved_group(2, 2)
     torch.manual_seed(shifted(replica))
     layers = ColumnParallelLinear(8, 12, group=group), RowParallelLinear(12, 8, group=group)
     model = nn.Sequential(*layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    if scaler_of == "ShardedGradScaler":
-        scaler = ShardedGradScaler("cpu", init_scale=2.0**8, process_group=group)
     x = torch.randn(5, 8)
     seen = []
     for step in range(3):
@@ -437,13 +435,18 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_with_the_scaler_of_the_do
         scaler.scale(loss).backward()
         if step == 1 and dist.get_rank() == 0:
             model[0].weight.grad[0, 0] = torch.inf  # in this rank's part only
+        if is_shared:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            all_reduce(norm, group=group)
+            gradients[0].add_(0 * norm)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         scaler.step(optimizer)
         scaler.update()
         has_moved = [not torch.equal(*pair) for pair in zip(before, model.parameters())]
         seen.append((scaler.get_scale(), has_moved))
     bias, other = gather_objects(model[1].bias.detach(), group)
-    if scaler_of == "ShardedGradScaler":
+    if is_shared:
         skips = replica == 0  # the group of rank 0
         expected = [(256.0, 4 * [True]), (128.0, 4 * [False]), (128.0, 4 * [True])]
         assert seen == (expected if skips else 3 * [(256.0, 4 * [True])])
