@@ -14,11 +14,11 @@ on a ring, or each rank gets the whole sequence for 1/P of the heads (Ulysses).
 
 A rank holds   1/t of a layer's activations with sequence parallelism, and 1/P of them with context
                parallelism, except that all-gather attention keeps the k and v of all tokens
-It sends       10 b s h (t-1)/t elements per layer with sequence parallelism, for b sequences of s
-               tokens of width h (B, T and D in shapes). Tensor parallelism alone sends 8; the other
-               2 are inputs that backward gathers again. Each training step also sums gradients of
-               norms and row-parallel biases over t ranks, and all gradients over P ranks. For the
-               costs of attention, see "the three methods"
+It sends       10 B T D (t-1)/t elements per layer with sequence parallelism, for B sequences of T
+               tokens of width D. Tensor parallelism alone sends 8; the other 2 are inputs that
+               backward gathers again. Each training step also sums gradients of norms and
+               row-parallel biases over t ranks, and all gradients over P ranks. For the costs of
+               attention, see "what a model calls"
 Overlap        only the ring computes while it sends, except for the first message of backward. For
                linear layers, see tensor_parallel.py
 PyTorch's      SequenceParallel runs norms and dropouts on DTensors, and context_parallel() patches
@@ -56,16 +56,16 @@ from tensor_parallel import attention
 def sequence_parallel_mlp(x, norm, up, down, group=None):
     """Return x + MLP(norm(x)) for this rank's tokens x, (T/t, B, D), in a group of t ranks.
 
-    up: (F/t, D) and down: (D, F/t), this rank's parts of the weights of an MLP of width F.
+    up: (4 D/t, D) and down: (D, 4 D/t), this rank's parts of the weights of an MLP of width 4 D.
     norm: a module. The gradients of its parameters cover this rank's tokens only, and must still be
         summed over the group.
-    Types (see "derivatives" in collectives.py): x, up, down: V; parameters of norm: R; result: V.
     Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep only
     norm(x), and gather it again in backward. The MLP and attention do so once each: these are the
     other 2 of the 10 at the top.
+    Types (see "derivatives" in collectives.py): x, up, down: V; parameters of norm: R; result: V.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
-    hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, F/t)
+    hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, 4 D/t)
     partial_sum = F.linear(hidden, down)  # (T, B, D)
     return x + reduce_scatter_to_group(partial_sum, 0, group)  # (T/t, B, D); backward: all-gather
 
@@ -87,8 +87,8 @@ def simple_allgather_attention(q, k, v, group=None):
     k = all_gather_to_group(k, 2, group)  # (B, H, T, K); backward: reduce-scatter
     v = all_gather_to_group(v, 2, group)
     scores = q @ k.mT * q.shape[-1] ** -0.5  # (B, H, T/P, T)
-    first = rank * q.shape[2]  # the position of this rank's first query
-    later = torch.ones_like(scores, dtype=torch.bool).triu(first + 1)  # keys after the query
+    start = rank * q.shape[2]  # the position of this rank's first query
+    later = torch.ones_like(scores, dtype=torch.bool).triu(start + 1)  # keys after the query
     return scores.masked_fill(later, -math.inf).softmax(-1) @ v
 
 
@@ -145,11 +145,12 @@ def simple_ulysses_attention(q, k, v, group=None):
 
 # ==== upper floor =================================================================================
 #
-# Both techniques are above. What follows gives all ranks of cp equal work, merges parts of
-# attention without overflow, and has three methods with a backward; the ring's messages travel
-# while it computes. The layers of sequence parallelism are in tensor_parallel.py.
+# Both techniques are above. The layers of sequence parallelism are in tensor_parallel.py. The three
+# methods of context parallelism below give all ranks equal work, merge parts of attention without
+# overflow, and have a backward. The ring's messages travel while it computes. A last part, with a
+# banner of its own, is about what any layer keeps for backward.
 
-# ---- context parallelism: the zig-zag order ------------------------------------------------------
+# ---- context parallelism: what a model calls -----------------------------------------------------
 #
 # Under a causal mask later positions see more keys. In the plain order the last rank would do
 # 2 - 1/P times the average work. In the zig-zag order each rank has an early and a late chunk, and
@@ -158,6 +159,24 @@ def simple_ulysses_attention(q, k, v, group=None):
 #     P = 4      chunk   0 1 2 3 4 5 6 7
 #     plain      rank    0 0 1 1 2 2 3 3
 #     zig-zag    rank    0 1 2 3 3 2 1 0
+#
+# A model takes its tokens in this order, and calls one of three functions in each layer:
+#
+#     positions = context_positions(T, group)  # (T/P,)
+#     x = embedding(tokens[:, positions]) + embedding_of_positions(positions)
+#     y = ring_attention(q, k, v, group)
+#     losses = F.cross_entropy(logits, next_tokens[:, positions].flatten(), reduction="none")
+#
+# The loss is the sum of all ranks' losses divided by their number. Ranks have copies of parameters,
+# so gradients are summed over the group, as over replicas (ddp.py).
+#
+# All heads have width K. q has H heads, so D = H K; k and v have KV heads, and D_kv = KV K. In
+# backward the ring sends k and v again, and their gradients. One attention costs a rank:
+#
+#     elements     sent in forward              sent in backward             k, v kept for backward
+#     all-gather   2 (P-1)/P B T D_kv           2 (P-1)/P B T D_kv           2 B T D_kv
+#     ring         2 (P-1)/P B T D_kv           4 (P-1)/P B T D_kv           2 B T D_kv / P
+#     Ulysses      2 (P-1)/P B T (D + D_kv)/P   2 (P-1)/P B T (D + D_kv)/P   2 B T D_kv / P
 
 
 def context_positions(seq_len, group=None):
@@ -173,43 +192,63 @@ def _check_chunks(seq_len, cp):
         raise ValueError(f"{seq_len=} is not {2 * cp} equal chunks for {cp=}")
 
 
-class AttentionBlock(NamedTuple):
-    """A slice of a rank's queries, and the slice of keys that these queries attend to."""
+def allgather_attention(q, k, v, group=None):
+    """Causal attention of local queries to all keys and values, which every rank gathers.
 
-    queries: slice
-    keys: slice
-    causal: bool  # whether query i of `queries` sees only keys 0 to i of `keys`
-
-
-def ring_block(rank, source, length):
-    """Return the block of `rank`'s queries and `source`'s keys that the mask does not hide.
-
-    length: T/P. Either all queries see half of another rank's keys, or half of the queries see all
-    of them, so each step is equal work for all ranks. For P = 4 and rank 1 (x: visible, c: causal):
-
-        source      1 (itself)     0 (before)     2 (after)      3 (after)
-        key chunks  1   6          0   7          2   5          3   4
-        query    1  c   .          x   .          .   .          .   .
-        chunks   6  x   c          x   .          x   x          x   x
+    q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. The tokens are at
+    context_positions(). On a GPU the dtype must be fp32, fp16 or bf16, and K elements must take a
+    multiple of 16 bytes. Raises ValueError if the shapes or dtypes do not fit. Types: V, V, V -> V.
     """
-    whole = slice(0, length)
-    half = length // 2
-    if source == rank:
-        return AttentionBlock(whole, whole, causal=True)
-    if source < rank:
-        return AttentionBlock(whole, slice(0, half), causal=False)
-    return AttentionBlock(slice(half, length), whole, causal=False)
+    q, k, v = _checked(q, k, v, group)
+    return _AllGatherAttention.apply(q, k, v, group)
 
 
-def gathered_blocks(rank, world_size, length):
-    """Yield each chunk of a rank's queries with all earlier keys, then with that chunk's keys."""
-    size = length // 2  # T/2P tokens per chunk
-    for i, chunk in enumerate((rank, 2 * world_size - 1 - rank)):
-        queries = slice(i * size, (i + 1) * size)
-        start = chunk * size
-        if chunk > 0:
-            yield AttentionBlock(queries, slice(0, start), causal=False)
-        yield AttentionBlock(queries, slice(start, start + size), causal=True)
+def ring_attention(q, k, v, group=None):
+    """Do the same as allgather_attention(), but pass k and v around the ring, in P-1 steps.
+
+    They travel while attention to those of the step before is computed. Types: V, V, V -> V.
+    """
+    q, k, v = _checked(q, k, v, group)
+    return _RingAttention.apply(q, k, v, group)
+
+
+def ulysses_attention(q, k, v, group=None):
+    """Causal attention over the whole sequence in 1/P of the heads, between two all-to-alls.
+
+    The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
+    the second one turns the result back. P must divide H, and either P divides KV or KV divides P;
+    if KV < P, k and v are repeated to P heads (D_kv = P K). For shapes, see allgather_attention().
+    Types: V, V, V -> V.
+    """
+    q, k, v = _checked(q, k, v, group)
+    _, world_size = rank_and_size(group)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads % world_size or (kv_heads % world_size and world_size % kv_heads):
+        raise ValueError(f"{heads=} and {kv_heads=} cannot be dealt out to cp={world_size} ranks")
+    if kv_heads < world_size:
+        k, v = (x.repeat_interleave(world_size // kv_heads, 1) for x in (k, v))
+    # Each rank gets n = (H + 2 KV)/P heads of q, k and v together. KV is now at least P.
+    parts = torch.cat([x.unflatten(1, (world_size, -1)) for x in (q, k, v)], 2)  # (B, P, n, T/P, K)
+    parts = parts.unflatten(3, (2, -1)).permute(1, 3, 0, 2, 4, 5)  # (P, 2, B, n, T/2P, K)
+    parts = all_to_all_in_group(parts.contiguous(), group=group)
+    whole = _by_position(parts, 2)  # (B, n, T, K)
+    qkv = whole.split([x.shape[1] // world_size for x in (q, k, v)], 1)
+    y = attention(*qkv)  # (B, H/P, T, K)
+    y = all_to_all_in_group(_by_rank(y, world_size, 2), group=group)  # (P, 2, B, H/P, T/2P, K)
+    return y.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)  # (B, H, T/P, K)
+
+
+def _checked(q, k, v, group):
+    """Return q, k and v, contiguous and cast by autocast; raise ValueError if they do not match."""
+    q, k, v = (autocasted(x).contiguous() for x in (q, k, v))
+    B, H, length, K = q.shape
+    fits = k.shape == v.shape == (B, k.shape[1], length, K) and q.dtype == k.dtype == v.dtype
+    if not fits or H % k.shape[1]:
+        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
+        raise ValueError(f"q, k and v are {shapes}: only heads may differ, and KV must divide H")
+    _, world_size = rank_and_size(group)
+    _check_chunks(world_size * length, world_size)
+    return q, k, v
 
 
 def _by_position(parts, dim):
@@ -225,58 +264,12 @@ def _by_rank(whole, world_size, dim):
     return torch.stack([chunk for pair in pairs for chunk in pair]).unflatten(0, (world_size, 2))
 
 
-# ---- context parallelism: attention, block by block ----------------------------------------------
+# ---- context parallelism: two methods and their backward -----------------------------------------
 #
-# lse is the log of the sum of exp(score) over the keys that a query has seen. The kernels (below)
-# return it. With lse, the outputs over two sets of keys can be merged, and no exp() overflows:
-#
-#     lse    = log(exp(lse_1) + exp(lse_2))      by torch.logaddexp(); lse >= lse_1, lse_2
-#     output = exp(lse_1 - lse) output_1 + exp(lse_2 - lse) output_2
-
-
-def _attend(block, q, k, v, output, lse):
-    """Merge the attention in a block into output (B, H, T/P, K) and lse (B, H, T/P), in place."""
-    queries, keys, causal = block
-    part, part_lse = block_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
-    output = output[:, :, queries]
-    lse = lse[:, :, queries]
-    merged = torch.logaddexp(lse, part_lse)
-    output.mul_((lse - merged).exp_().unsqueeze(-1))
-    output.add_(part * (part_lse - merged).exp_().unsqueeze(-1))
-    lse.copy_(merged)
-
-
-def _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, grad_k, grad_v):
-    """Add a block's gradients to grad_q, grad_k and grad_v. output and lse cover all keys."""
-    # exp(score - lse) is the softmax over all keys, so a block's gradients need no other block.
-    queries, keys, causal = block
-    grad_output, q, output, lse = (x[:, :, queries] for x in (grad_output, q, output, lse))
-    k, v = k[:, :, keys], v[:, :, keys]
-    dq, dk, dv = block_attention_backward(grad_output, q, k, v, output, lse, causal)
-    grad_q[:, :, queries] += dq
-    grad_k[:, :, keys] += dk
-    grad_v[:, :, keys] += dv
-
-
-def _no_keys_yet(q):
-    """Return the output and lse of queries that have not seen any key."""
-    return _zeros(q, q.shape), _zeros(q, q.shape[:3]).fill_(-math.inf)
-
-
-def _zeros(x, shape):
-    """Return zeros for a sum, in x's dtype if that is at least fp32, else in fp32."""
-    return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-# ---- context parallelism: the three methods ------------------------------------------------------
-#
-# All heads have width K. q has H heads, so h = H K; k and v have KV heads, and h_kv = KV K. In
-# backward the ring sends k and v again, and their gradients. One attention costs a rank:
-#
-#     elements     sent in forward              sent in backward             k, v kept for backward
-#     all-gather   2 (P-1)/P b s h_kv           2 (P-1)/P b s h_kv           2 b s h_kv
-#     ring         2 (P-1)/P b s h_kv           4 (P-1)/P b s h_kv           2 b s h_kv / P
-#     Ulysses      2 (P-1)/P b s (h + h_kv)/P   2 (P-1)/P b s (h + h_kv)/P   2 b s h_kv / P
+# What a rank's queries see is cut into blocks of queries and keys, in which the mask hides either
+# nothing or the keys after each query. _attend() merges the attention in one block into the output,
+# for which it needs lse, a log-sum-exp of scores, and _attend_backward() adds a block's part to the
+# gradients. Both are explained below, and then the blocks.
 
 
 class _AllGatherAttention(torch.autograd.Function):
@@ -316,17 +309,6 @@ class _AllGatherAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
-def allgather_attention(q, k, v, group=None):
-    """Causal attention of local queries to all keys and values, which every rank gathers.
-
-    q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. The tokens are at
-    context_positions(). On a GPU the dtype must be fp32, fp16 or bf16, and K elements must take a
-    multiple of 16 bytes. Raises ValueError if the shapes or dtypes do not fit. Types: V, V, V -> V.
-    """
-    q, k, v = _checked(q, k, v, group)
-    return _AllGatherAttention.apply(q, k, v, group)
-
-
 def _visitors(k, v, group):
     """Yield (source, its k and v) in P + 1 visits, as the k and v of all ranks go around the ring.
 
@@ -334,7 +316,7 @@ def _visitors(k, v, group):
         source   r    r-1   r-2   r-3    r
 
     During visits 0 to P-2, k and v travel to the next rank. A rank then holds its own k and v, the
-    visiting ones and the arriving ones: 6 b s h_kv / P elements. Only backward needs visit P.
+    visiting ones and the arriving ones: 6 B T D_kv / P elements. Only backward needs visit P.
     """
     rank, world_size = rank_and_size(group)
     visiting = torch.stack([k, v])
@@ -394,72 +376,89 @@ class _RingAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
-def ring_attention(q, k, v, group=None):
-    """Do the same as allgather_attention(), but pass k and v around the ring, in P-1 steps.
+# ---- context parallelism: attention, block by block ----------------------------------------------
+#
+# lse is the log of the sum of exp(score) over the keys that a query has seen. The kernels (below)
+# return it. With lse, the outputs over two sets of keys can be merged, and no exp() overflows:
+#
+#     lse    = log(exp(lse_1) + exp(lse_2))      by torch.logaddexp(); lse >= lse_1, lse_2
+#     output = exp(lse_1 - lse) output_1 + exp(lse_2 - lse) output_2
 
-    Types: V, V, V -> V.
+
+def _attend(block, q, k, v, output, lse):
+    """Merge the attention in a block into output (B, H, T/P, K) and lse (B, H, T/P), in place."""
+    queries, keys, causal = block
+    part, part_lse = block_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
+    output = output[:, :, queries]
+    lse = lse[:, :, queries]
+    merged = torch.logaddexp(lse, part_lse)
+    output.mul_((lse - merged).exp_().unsqueeze(-1))
+    output.add_(part * (part_lse - merged).exp_().unsqueeze(-1))
+    lse.copy_(merged)
+
+
+def _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, grad_k, grad_v):
+    """Add a block's gradients to grad_q, grad_k and grad_v. output and lse cover all keys."""
+    # exp(score - lse) is the softmax over all keys, so a block's gradients need no other block.
+    queries, keys, causal = block
+    grad_output, q, output, lse = (x[:, :, queries] for x in (grad_output, q, output, lse))
+    k, v = k[:, :, keys], v[:, :, keys]
+    dq, dk, dv = block_attention_backward(grad_output, q, k, v, output, lse, causal)
+    grad_q[:, :, queries] += dq
+    grad_k[:, :, keys] += dk
+    grad_v[:, :, keys] += dv
+
+
+def _no_keys_yet(q):
+    """Return the output and lse of queries that have not seen any key."""
+    return _zeros(q, q.shape), _zeros(q, q.shape[:3]).fill_(-math.inf)
+
+
+def _zeros(x, shape):
+    """Return zeros for a sum, in x's dtype if that is at least fp32, else in fp32."""
+    return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+# ---- context parallelism: the blocks under the mask ----------------------------------------------
+
+
+class AttentionBlock(NamedTuple):
+    """A slice of a rank's queries, and the slice of keys that these queries attend to."""
+
+    queries: slice
+    keys: slice
+    causal: bool  # whether query i of `queries` sees only keys 0 to i of `keys`
+
+
+def ring_block(rank, source, length):
+    """Return the block of `rank`'s queries and `source`'s keys that the mask does not hide.
+
+    length: T/P. Either all queries see half of another rank's keys, or half of the queries see all
+    of them, so each step is equal work for all ranks. For P = 4 and rank 1 (x: visible, c: causal):
+
+        source      1 (itself)     0 (before)     2 (after)      3 (after)
+        key chunks  1   6          0   7          2   5          3   4
+        query    1  c   .          x   .          .   .          .   .
+        chunks   6  x   c          x   .          x   x          x   x
     """
-    q, k, v = _checked(q, k, v, group)
-    return _RingAttention.apply(q, k, v, group)
+    whole = slice(0, length)
+    half = length // 2
+    if source == rank:
+        return AttentionBlock(whole, whole, causal=True)
+    if source < rank:
+        return AttentionBlock(whole, slice(0, half), causal=False)
+    return AttentionBlock(slice(half, length), whole, causal=False)
 
 
-def ulysses_attention(q, k, v, group=None):
-    """Causal attention over the whole sequence in 1/P of the heads, between two all-to-alls.
-
-    The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
-    the second one turns the result back. P must divide H, and either P divides KV or KV divides P;
-    if KV < P, k and v are repeated to P heads (h_kv = P K). For shapes, see allgather_attention().
-    Types: V, V, V -> V.
-    """
-    q, k, v = _checked(q, k, v, group)
-    _, world_size = rank_and_size(group)
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads % world_size or (kv_heads % world_size and world_size % kv_heads):
-        raise ValueError(f"{heads=} and {kv_heads=} cannot be dealt out to cp={world_size} ranks")
-    if kv_heads < world_size:
-        k, v = (x.repeat_interleave(world_size // kv_heads, 1) for x in (k, v))
-    # Each rank gets n = (H + 2 KV)/P heads of q, k and v together. KV is now at least P.
-    parts = torch.cat([x.unflatten(1, (world_size, -1)) for x in (q, k, v)], 2)  # (B, P, n, T/P, K)
-    parts = parts.unflatten(3, (2, -1)).permute(1, 3, 0, 2, 4, 5)  # (P, 2, B, n, T/2P, K)
-    parts = all_to_all_in_group(parts.contiguous(), group=group)
-    whole = _by_position(parts, 2)  # (B, n, T, K)
-    qkv = whole.split([x.shape[1] // world_size for x in (q, k, v)], 1)
-    y = attention(*qkv)  # (B, H/P, T, K)
-    y = all_to_all_in_group(_by_rank(y, world_size, 2), group=group)  # (P, 2, B, H/P, T/2P, K)
-    return y.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)  # (B, H, T/P, K)
-
-
-def _checked(q, k, v, group):
-    """Return q, k and v, contiguous and cast by autocast; raise ValueError if they do not match."""
-    q, k, v = (autocasted(x).contiguous() for x in (q, k, v))
-    B, H, length, K = q.shape
-    fits = k.shape == v.shape == (B, k.shape[1], length, K) and q.dtype == k.dtype == v.dtype
-    if not fits or H % k.shape[1]:
-        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
-        raise ValueError(f"q, k and v are {shapes}: only heads may differ, and KV must divide H")
-    _, world_size = rank_and_size(group)
-    _check_chunks(world_size * length, world_size)
-    return q, k, v
-
-
-def context_parallel_bytes(
-    method, batch, seq_len, heads, kv_heads, head_dim, cp, itemsize=4, grad_itemsize=4
-):
-    """Return the bytes that a rank sends for one attention: (forward, backward).
-
-    method: "allgather", "ring" or "ulysses".
-    grad_itemsize: bytes per element of gradients of k and v in "allgather" and "ring", at least 4.
-    """
-    head = batch * seq_len // cp * head_dim  # elements of one head on a rank
-    kv = 2 * kv_heads * head
-    if method == "allgather":
-        return (cp - 1) * kv * itemsize, (cp - 1) * kv * grad_itemsize
-    if method == "ring":
-        return (cp - 1) * kv * itemsize, (cp - 1) * kv * (itemsize + grad_itemsize)
-    if method != "ulysses":
-        raise ValueError(f"{method=} is not 'allgather', 'ring' or 'ulysses'")
-    nbytes = 2 * (heads + max(kv_heads, cp)) * head * (cp - 1) // cp * itemsize
-    return nbytes, nbytes
+def gathered_blocks(rank, world_size, length):
+    """Yield each chunk of a rank's queries with all earlier keys, then with that chunk's keys."""
+    size = length // 2  # T/2P tokens per chunk
+    for i, chunk in enumerate((rank, 2 * world_size - 1 - rank)):
+        queries = slice(i * size, (i + 1) * size)
+        start = chunk * size
+        if chunk > 0:
+            yield AttentionBlock(queries, slice(0, start), causal=False)
+        yield AttentionBlock(queries, slice(start, start + size), causal=True)
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -504,6 +503,29 @@ def _repeated(k, q):
     return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
+# ---- context parallelism: cost -------------------------------------------------------------------
+
+
+def context_parallel_bytes(
+    method, batch, seq_len, heads, kv_heads, head_dim, cp, itemsize=4, grad_itemsize=4
+):
+    """Return the bytes that a rank sends for one attention: (forward, backward).
+
+    method: "allgather", "ring" or "ulysses".
+    grad_itemsize: bytes per element of gradients of k and v in "allgather" and "ring", at least 4.
+    """
+    head = batch * seq_len // cp * head_dim  # elements of one head on a rank
+    kv = 2 * kv_heads * head
+    if method == "allgather":
+        return (cp - 1) * kv * itemsize, (cp - 1) * kv * grad_itemsize
+    if method == "ring":
+        return (cp - 1) * kv * itemsize, (cp - 1) * kv * (itemsize + grad_itemsize)
+    if method != "ulysses":
+        raise ValueError(f"{method=} is not 'allgather', 'ring' or 'ulysses'")
+    nbytes = 2 * (heads + max(kv_heads, cp)) * head * (cp - 1) // cp * itemsize
+    return nbytes, nbytes
+
+
 # ==== what a layer keeps for backward =============================================================
 #
 # A subject of its own, which needs no group: recomputation, dropout with small masks, and the bytes
@@ -512,7 +534,7 @@ def _repeated(k, q):
 # ---- recomputation -------------------------------------------------------------------------------
 #
 # Full recomputation keeps only a layer's input, and runs the layer again in backward. Selective
-# recomputation does this for the core of attention only, whose s x s scores take most of the memory
+# recomputation does this for the core of attention only, whose T x T scores take most of the memory
 # and little of the time. Fused attention keeps no scores in the first place.
 #
 # Full recomputation can also treat n layers as one. Forward then keeps only every n-th layer's
@@ -603,10 +625,10 @@ def activation_bytes(
 ):
     """Return the bytes of a layer's activations on a rank, by default as in Korthikanti's table 2.
 
-        tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))   a: the number of heads
-        + sequence parallelism       s b h (34/t + 5 a s / (h t))
-        + selective recomputation    s b h (34/t)
-        full recomputation           2 s b h, with sequence parallelism 2 s b h / t
+        tensor parallelism           B T D (10 + 24/t + 5 H T / (D t))   H: the number of heads
+        + sequence parallelism       B T D (34/t + 5 H T / (D t))
+        + selective recomputation    B T D (34/t)
+        full recomputation           2 B T D, with sequence parallelism 2 B T D / t
 
     recompute: "none", "selective" (also for fused attention) or "full".
     kv_heads, ffn: the heads of k and v and the width of the MLP, by default `heads` and 4 * hidden.
@@ -614,19 +636,19 @@ def activation_bytes(
         byte per element.
     itemsize: bytes per element of everything except dropout masks.
     """
-    sbh = seq_len * batch * hidden
+    elements = batch * seq_len * hidden
     split = tp if sequence_parallel else 1
     if recompute == "full":
-        return itemsize * sbh / split
-    # Bytes, in units of sbh: the inputs of 2 norms and of 2 column-parallel layers, and 2 masks.
+        return itemsize * elements / split
+    # Bytes for each of them: the inputs of 2 norms and of 2 column-parallel layers, and 2 masks.
     outside = 4 * itemsize + 2 * masks
-    # Elements, in units of sbh: q and attention's output; k and v; the input and output of GeLU.
+    # Numbers for each element: q and attention's output; k and v; the input and output of GeLU.
     inside = 2 + 2 * (kv_heads or heads) / heads + 2 * (4 if ffn is None else ffn / hidden)
-    # Bytes, in units of sbh: softmax's output, and the output and the mask of the dropout after it.
+    # Bytes for each element: softmax's output, and the output and the mask of the dropout after it.
     scores = (itemsize + masks * (itemsize + 1)) * heads * seq_len / hidden
     if recompute == "selective":
         scores = 0
-    return sbh * (outside / split + (itemsize * inside + scores) / tp)
+    return elements * (outside / split + (itemsize * inside + scores) / tp)
 
 
 def recomputation_bytes(layers, size, layer_input, whole_layer, microbatches=1):
@@ -634,8 +656,7 @@ def recomputation_bytes(layers, size, layer_input, whole_layer, microbatches=1):
 
     This is m c L/n + a n - c, in the letters above. The last term is there because a group's input
     is one of the tensors that its first layer keeps. GPipe (Huang et al., 2019) recomputes a whole
-    stage. With K stages of L/K layers and M microbatches of N/M sequences, all kept, a stage keeps
-    N + (L/K) (N/M) - N/M, in units of a = c = 1 for each sequence.
+    stage, n = L, and keeps the inputs of all microbatches: m c + a L - c.
 
     layers, size: L, the stage's layers, and n. If n does not divide L, the last group is shorter.
     layer_input, whole_layer: c and a, which are activation_bytes() of full and of no recomputation.

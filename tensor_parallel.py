@@ -1,30 +1,30 @@
 """Tensor parallelism: matrices are split over the ranks of a group, which process the same tokens.
 
 So a layer can be larger than the memory of one GPU, and its ranks (processes that each have one)
-compute it together. An MLP computes Z = GeLU(X A) B. Rank r of P holds A_r, some columns of A, and
-B_r, the matching rows of B. GeLU treats each element by itself, so rank r computes the columns
+compute it together. An MLP computes Z = GeLU(X A) C. Rank r of P holds A_r, some columns of A, and
+C_r, the matching rows of C. GeLU treats each element by itself, so rank r computes the columns
 Y_r = GeLU(X A_r) without sending anything. If A were split by rows, and X by columns, each rank
 would have a term of X A, and the terms would have to be added before GeLU, since GeLU(u + v) is not
 GeLU(u) + GeLU(v). Attention treats each head by itself, so the matrices that make q, k and v are
 split by columns, whole heads to each rank, and the output projection by rows.
 
-F.linear() takes a matrix transposed. So columns of A are rows (dim 0) of its weight A^T, and rows
-of B are columns (dim 1) of B^T. With P = 2, A = [A_0 A_1], side by side, and B = [B_0; B_1], one
-above the other:
+F.linear() takes a matrix transposed, which is written A' here. So columns of A are rows (dim 0) of
+its weight A', and rows of C are columns (dim 1) of C'. With P = 2, A = [A_0 A_1], side by side, and
+C = [C_0; C_1], one above the other:
 
-    X  --f-->  X  --A_r-->  U_r  --GeLU-->  Y_r  --B_r-->  Z_r  --g-->  Z = Z_0 + Z_1
+    X  --f-->  X  --A_r-->  U_r  --GeLU-->  Y_r  --C_r-->  Z_r  --g-->  Z = Z_0 + Z_1
                column-parallel                row-parallel
 
     f = copy_to_group()       forward: identity     backward: all-reduce   dX has a term per rank
     g = reduce_from_group()   forward: all-reduce   backward: identity     Z has a term per rank
 
 An all-reduce gives every rank the sum of all ranks' tensors. dX, the gradient of the loss with
-respect to X, is the sum over r of dU_r A_r^T. Rank r computes one term, and in backward f adds
+respect to X, is the sum over r of dU_r A_r'. Rank r computes one term, and in backward f adds
 them. Later layers also begin with an f and end with a g, and outside of these all ranks compute the
 same. Each calls backward() on its own copy of the loss, and in backward each f makes the gradient
 whole again. So dZ reaches g whole and equal on all ranks. A sum there would count it P times.
 
-No other rank has A_r and B_r, and after backward rank r has their whole gradients. So these are not
+No other rank has A_r and C_r, and after backward rank r has their whole gradients. So these are not
 summed over ranks, and each rank's optimizer updates its own part. All ranks have copies of a
 parameter that is not split. Their gradients are equal, so copies that begin equal stay equal.
 Dropout outside of f and g must draw the same random numbers on all ranks.
@@ -45,6 +45,16 @@ It sends       8 B T D (P-1)/P elements per transformer layer in forward and bac
 Overlap        on the upper floor, backward computes dW while dX is summed. With sequence
                parallelism a large forward product, or dX of a row-parallel layer, runs chunk by
                chunk while other chunks travel
+With fp16      a gradient that overflows on one rank must skip the step on all of them, or copies
+               part. With zero.py's wrapper it does. Without, torch.amp.GradScaler decides on each
+               rank by itself, so let ranks share what they find, after backward() and before
+               scaler.unscale_() or scaler.step():
+
+                   gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                   norm = torch.nn.utils.get_total_norm(gradients)
+                   all_reduce(norm, group=tp_group)
+                   gradients[0].add_(0 * norm)  # NaN if a rank's norm is infinite or NaN
+
 PyTorch's      DTensor and parallelize_module() split the same matrices. Each operation derives what
                to send from the placements of its DTensors. Here a parameter is a plain tensor
 
@@ -101,7 +111,7 @@ def column_linear(x, weight, bias=None, group=None):
 
 
 def row_linear(x, weight, bias=None, group=None):
-    """Return Z = g(Y_r B_r) + b for x = Y_r, this rank's columns of Y. b is added once, after g.
+    """Return Z = g(Y_r C_r) + b for x = Y_r, this rank's columns of Y. b is added once, after g.
 
     Types of x, weight and bias -> the result: V, V, I -> I.
     """
@@ -110,12 +120,12 @@ def row_linear(x, weight, bias=None, group=None):
 
 
 def split_mlp(x, up, down, group=None):
-    """Return Z = GeLU(X A) B for this rank's up = A_r^T and down = B_r^T. Types: I, V, V -> I.
+    """Return Z = GeLU(X A) C for this rank's up = A_r' and down = C_r'. Types: I, V, V -> I.
 
     GeLU is that of GPT-2, approximated by tanh. For B sequences of T tokens:
 
-        up = whole_up.chunk(P, 0)[rank].clone()  # (F, D) -> (F/P, D), for an MLP of width F
-        down = whole_down.chunk(P, 1)[rank].clone()  # (D, F) -> (D, F/P)
+        up = whole_up.chunk(P, 0)[rank].clone()  # (4 D, D) -> (4 D/P, D), for an MLP of width 4 D
+        down = whole_down.chunk(P, 1)[rank].clone()  # (D, 4 D) -> (D, 4 D/P)
         z = split_mlp(x, up, down)  # (B, T, D) -> (B, T, D)
     """
     y = F.gelu(column_linear(x, up, group=group), approximate="tanh")
@@ -141,7 +151,7 @@ def split_attention(x, qkv, out, K, group=None):
 def own_part(indices, start, size):
     """Return indices - start, and a mask of the indices that lie in start:start+size.
 
-    In the first, the others become 0, which is a valid index.
+    All other indices become 0, which is a valid index.
     """
     local = indices - start
     is_here = (local >= 0) & (local < size)
@@ -151,9 +161,8 @@ def own_part(indices, start, size):
 def split_embedding(tokens, weight, group=None):
     """Look tokens up in an embedding of which rank r has the r-th part, (vocabulary/P, D).
 
-    A rank takes zeros for tokens whose rows it does not have, and the results are summed. Tokens
-    outside the vocabulary are not noticed, as they are by VocabParallelEmbedding.
-    Types: weight V -> I.
+    A rank takes zeros for tokens whose rows it does not have, and the results are summed. For a
+    token outside the vocabulary the sum is zero too. Types: weight V -> I.
     """
     rank, _ = rank_and_size(group)
     local, is_here = own_part(tokens, rank * len(weight), len(weight))
@@ -167,9 +176,9 @@ def split_cross_entropy(logits, target, group=None):
         logits = column_linear(x.flatten(0, 1), weight)  # (N, vocabulary/P)
         losses = split_cross_entropy(logits, target)
 
-    The weight is split as that of split_embedding(), or is the same one (a tied head). For each row
-    z of the whole logits, the loss is log(sum(exp(z))) - z[target]. The logits stay split, and
-    ranks exchange three numbers for each token. Types: logits V -> I.
+    The weight is split as that of split_embedding(), or is the same one (a tied head). The loss of
+    a token with the whole logits `row` is log(sum(exp(row))) - row[target]. The logits stay split,
+    and ranks exchange three numbers for each token. Types: logits V -> I.
     """
     rank, _ = rank_and_size(group)
     largest = logits.detach().amax(1)  # (N,)
@@ -186,14 +195,159 @@ def split_cross_entropy(logits, target, group=None):
 # ==== upper floor =================================================================================
 #
 # These functions are tensor parallelism: a column split, then a row split, with one sum forward and
-# one backward, and a vocabulary of which each rank has a part. What follows puts them into modules,
-# which hold this rank's part of each parameter and know where it lies in the whole.
-#
-# The modules serve sequence parallelism, too. Then every rank has all sequences, but outside of f
-# and g only the r-th of P chunks of their tokens, and f gathers the chunks (see the top). Sequences
-# lie along dim 0, (T, B, D), so that a chunk is contiguous, and is sent and received as it is.
+# one backward, and a vocabulary of which each rank has a part. Training needs four more things:
+# linear layers whose messages travel while products are computed, and which also serve sequence
+# parallelism; modules that hold this rank's part of each parameter and know where it lies in the
+# whole; a loss that takes less memory; and a sum for copies whose gradients are only parts. These
+# follow in this order, and then what large chunks and pipelines add to the linear layers.
 
-# ---- modules: parameters that are split ----------------------------------------------------------
+# ---- linear layers -------------------------------------------------------------------------------
+#
+# column_parallel_linear() and row_parallel_linear() compute what column_linear() and row_linear()
+# do. With sequence parallelism every rank has all sequences, but outside of f and g only the r-th
+# of P chunks of their tokens. Sequences lie along dim 0, (T, B, D), so that a chunk is contiguous,
+# and is sent and received as it is. f gathers the chunks of X, and its backward is a
+# reduce-scatter, which sums dX and gives each rank its chunk. g is the reverse. With a layer's
+# weight W, (out, in), and W' transposed, the layers compute
+#
+#     column    forward     gather X;    Y = X W' + b
+#               backward    gather X;    dX = dY W, and scatter its sum;    dW = dY' X
+#     row       forward     Z = Y W', and scatter its sum
+#               backward    gather dZ;   dY = dZ W;                         dW = dZ' Y
+#
+# A column-parallel layer keeps only its chunk of X for backward, which gathers X again while it
+# computes dY W. It computes dW while dX is summed. Without sequence parallelism, nothing is
+# gathered, and sums are all-reduces.
+#
+# begin_gather(), begin_sum() and begin_weight_gradient() each return a function, which waits for
+# the result and returns it.
+
+
+def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
+    """Do what column_linear() does, with messages beside products. weight: (out/P, in).
+
+    sequence_parallel: whether x is this rank's chunk of X, along dim 0.
+    defer: what takes the weight's gradient in place of autograd, if anything does. Only pipelines
+        need it: see "where a weight's gradient goes".
+    Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
+    """
+    x = autocasted(x)  # cast before x is saved and sent
+    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
+
+
+def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=None):
+    """Do what row_linear() does without a bias, with messages beside products. weight: (out, in/P).
+
+    sequence_parallel: whether to return this rank's chunk of Z, along dim 0. ValueError is raised
+        if P does not divide this dim.
+    defer: as in column_parallel_linear().
+    Types of x and weight: V, V -> I; with sequence_parallel V, V -> V.
+    """
+    P = dist.get_world_size(group)
+    if sequence_parallel and len(x) % P:
+        raise ValueError(f"T={len(x)} is not divisible by tp={P}")
+    x = autocasted(x)
+    return _RowLinear.apply(x, weight, group, sequence_parallel, defer)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """Compute y = x W' + b, where x is gathered first if `split`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, split, defer):
+        # Backward needs the parameter itself, but checkpoint() detaches what is saved.
+        ctx.arguments = weight, group, split, defer
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        _, y = gather_and_multiply(x, weight, bias, split, group)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        parameter, group, split, defer = ctx.arguments
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        dx = dweight = dbias = None
+        if wants_weight:
+            get_dweight = begin_weight_gradient(parameter, dy, x, split, group, defer)
+        if wants_x:  # dY W is computed while X is gathered
+            get_dx = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
+        if wants_weight:  # dW is computed while dX is summed
+            dweight = get_dweight()
+        if wants_bias:
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
+        if wants_x:
+            dx = get_dx()
+        return dx, dweight, dbias, None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """Compute y = the sum of x W' over the ranks, or, if `split`, this rank's chunk of it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, group, split, defer):
+        ctx.arguments = weight, group, split, defer
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return multiply_and_sum(x, weight, split, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        parameter, group, split, defer = ctx.arguments
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        dx = dweight = None
+        if wants_x:
+            dy, dx = gather_and_multiply(dy, weight.to(dy.dtype).t(), None, split, group)
+        else:
+            dy = begin_gather(dy, split, group)()
+        if wants_weight:
+            dweight = begin_weight_gradient(parameter, dy, x, False, group, defer)()
+        return dx, dweight, None, None, None
+
+
+def gather_and_multiply(x, weight, bias, split, group=None):
+    """Return X, which is x, or gathered from all ranks' x if `split`, and X W' + b."""
+    if split and by_chunks(x.nbytes, x.device, group):
+        return gather_by_chunks(x, weight, bias, group)
+    x = begin_gather(x, split, group)()
+    return x, F.linear(x, weight, bias)
+
+
+def multiply_and_sum(x, weight, split, group=None):
+    """Return the sum of x W' over the ranks or, if `split`, this rank's chunk of it."""
+    if split:
+        rows = x.shape[:-1].numel() // dist.get_world_size(group)
+        if by_chunks(rows * len(weight) * x.itemsize, x.device, group):
+            return scatter_by_chunks(x, weight, group)
+    return begin_sum(F.linear(x, weight), split, group)()
+
+
+def begin_gather(x, split, group=None, async_op=False):
+    """Gather x along dim 0 if `split`. Return a function that waits for and returns the result."""
+    if not split:
+        return lambda: x
+    whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    work = all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
+    return partial(_when_done, work, whole)
+
+
+def begin_sum(y, split, group=None, async_op=False):
+    """All-reduce y or, if `split`, reduce-scatter it. Return a function as begin_gather() does."""
+    if not split:
+        return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
+    chunk = y.new_empty(len(y) // dist.get_world_size(group), *y.shape[1:])
+    work = reduce_scatter_single(chunk, y, group=group, async_op=async_op)
+    return partial(_when_done, work, chunk)
+
+
+def _when_done(work, result):
+    if work is not None:
+        work.wait()
+    return result
+
+
+# ---- parameters that are split -------------------------------------------------------------------
 #
 # A split parameter is a plain tensor, this rank's part of the whole. Its module's `shards`, a dict
 # {name: Shard}, says which part. Every rank has a copy of each parameter without a Shard.
@@ -203,11 +357,15 @@ def split_cross_entropy(logits, target, group=None):
 class Shard:
     """How a parameter is split over `group` along `dim`: each rank has a part of every block.
 
-    blocks: the size of each block in rows (slices along `dim`). A fused q, k, v matrix has three.
+    blocks: the size of each block in rows (slices along `dim`). Most parameters are one block. A
+        matrix that computes several outputs has one for each, say 4 rows for q, 2 for k, 2 for v:
 
-        whole, two blocks     0 1 2 3 | 4 5          of 4 and 2 rows
-        rank 0 of 2           0 1     | 4            runs() = [(0, 2), (4, 1)]
-        rank 1 of 2               2 3 |   5          runs() = [(2, 2), (5, 1)]
+        rows of the whole    0 1 2 3 | 4 5 | 6 7      blocks = (4, 2, 2)
+                             q         k     v
+        rank 0 of 2          0 1     | 4   | 6        runs() = [(0, 2), (4, 1), (6, 1)]
+        rank 1 of 2              2 3 |   5 |   7      runs() = [(2, 2), (5, 1), (7, 1)]
+
+        As one block, rank 0 would have rows 0 to 3, all of q and nothing else.
     """
 
     dim: int
@@ -220,7 +378,8 @@ class Shard:
         runs = []
         start = 0
         for block in self.blocks:
-            low, high = rank * block // P, (rank + 1) * block // P
+            low = rank * block // P
+            high = (rank + 1) * block // P
             runs.append((start + low, high - low))
             start += block
         return runs
@@ -229,26 +388,6 @@ class Shard:
         """Return this rank's part of `full`."""
         parts = [full.narrow(self.dim, start, rows) for start, rows in self.runs()]
         return torch.cat(parts, self.dim)
-
-
-class Shards(dict):
-    """{name: Shard} of a module's split parameters, whose attribute `split_over` it sets.
-
-    That tells their group to an optimizer, which does not see the module. Parameters lose their
-    attributes in a deep copy, so the deep copy of Shards, which comes after theirs, sets it again.
-
-    parameters: the dict in which the module keeps its parameters.
-    """
-
-    def __init__(self, parameters, shards):
-        super().__init__(shards)
-        self.parameters = parameters
-        for name, shard in self.items():
-            if parameters.get(name) is not None:  # else it was removed, or parametrized
-                parameters[name].split_over = shard.group
-
-    def __deepcopy__(self, memo):
-        return Shards(copy.deepcopy(self.parameters, memo), self)
 
 
 def set_shard(module, name, full, shard):
@@ -270,17 +409,36 @@ def shards_of(model):
     }
 
 
-# column_parallel_linear() and row_parallel_linear(), which these two modules call, compute what
-# column_linear() and row_linear() of the ground floor do. They stand below, under "the linear
-# layers' functions", with what they add: messages beside products, and sequence parallelism.
+class Shards(dict):
+    """{name: Shard} of a module, which also gives its split parameters the attribute `split_over`.
+
+    This is their group. An optimizer sees parameters without their module, and asks them for it.
+    Parameters lose their attributes in a deep copy of the module. The dict is copied after them,
+    and then sets the attribute again.
+
+    parameters: the dict in which the module keeps its parameters.
+    """
+
+    def __init__(self, parameters, shards):
+        super().__init__(shards)
+        self.parameters = parameters
+        for name, shard in self.items():
+            if parameters.get(name) is not None:  # else it was removed, or parametrized
+                parameters[name].split_over = shard.group
+
+    def __deepcopy__(self, memo):
+        return Shards(copy.deepcopy(self.parameters, memo), self)
+
+
+# ---- modules: linear layers, attention and dropout -----------------------------------------------
 
 
 class ColumnParallelLinear(nn.Module):
     """A linear layer split by its outputs, which computes X A_r + b_r.
 
     (..., in) -> (..., out/P); with sequence_parallel (T/P, ..., in) -> (T, ..., out/P).
-    out_features: a number, or a tuple if one matrix computes several outputs, such as queries, keys
-        and values, each of which is split. Raises ValueError if P does not divide each number.
+    out_features: a number, or a tuple if one matrix computes several outputs, such as q, k and v,
+        each of which is split. Raises ValueError if P does not divide each number.
     options: group, sequence_parallel and defer of column_parallel_linear().
     Types: x I (V with sequence_parallel) -> V. The weight and the bias are V.
     """
@@ -304,7 +462,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer split by its inputs, which computes Z = (sum over r of Y_r B_r) + b.
+    """A linear layer split by its inputs, which computes Z = (sum over r of Y_r C_r) + b.
 
     (..., in/P) -> (..., out); with sequence_parallel (T, ..., in/P) -> (T/P, ..., out).
     options: as in ColumnParallelLinear. Raises ValueError if P does not divide in_features.
@@ -329,9 +487,6 @@ class RowParallelLinear(nn.Module):
         return z if self.bias is None else z.add_(self.bias.to(z.dtype))
 
 
-# ---- modules: attention and dropout --------------------------------------------------------------
-
-
 class ParallelSelfAttention(nn.Module):
     """Causal self-attention split by heads: q, k and v by columns, the output projection by rows.
 
@@ -351,7 +506,9 @@ class ParallelSelfAttention(nn.Module):
             raise ValueError(f"kv_heads={kv_heads} is not divisible by tp={P}")
         if hidden % heads or heads % kv_heads:
             raise ValueError(f"{kv_heads=}, {heads=} and {hidden=}: each must divide the next")
-        self.heads, self.kv_heads, self.K = heads // P, kv_heads // P, hidden // heads
+        self.heads = heads // P  # of this rank
+        self.kv_heads = kv_heads // P
+        self.K = hidden // heads
         self.attention_fn = attention_fn or attention
         qkv = hidden, kv_heads * self.K, kv_heads * self.K
         self.c_attn = ColumnParallelLinear(hidden, qkv, **options)
@@ -418,7 +575,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
         super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group = group
+        self.sequence_parallel = sequence_parallel
         self.num_embeddings = num_embeddings
         P = dist.get_world_size(group)
         if num_embeddings < P:
@@ -442,27 +600,26 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def vocab_parallel_cross_entropy(
-    logits, target, vocab_size, ignore_index=-100, group=None, inplace=False, label_smoothing=0.0
+    logits, target, vocab_size, ignore_index=-100, group=None, inplace=False
 ):
     """Compute each token's cross-entropy as split_cross_entropy() does, but in less memory.
 
     logits: (N, vocab_size/P), this rank's columns, as VocabParallelEmbedding divides them.
     target: (N,) token ids, the same on every rank.
+    inplace: whether backward's gradient is written over the logits, which no other loss can then
+        use. If not, it takes as much memory as they do.
     Types: logits V -> losses I, so all ranks must use all losses identically.
-    inplace: whether the gradient of the logits, which forward computes for backward in the logits'
-        dtype, is written over them. No other loss can then use the logits. If not, it takes as many
-        elements of its own.
-    label_smoothing: as in F.cross_entropy(), over the whole vocabulary. It takes the memory of fp32
-        logits and of another gradient.
+
     Return (N,) losses in fp32 at least: 0 where target is ignore_index, and NaN, as is the
     gradient, where it is otherwise outside the vocabulary. To train on the mean, divide their sum
     by the number of targets that count on all ranks of dp: DistributedDataParallel (ddp.py) shows
-    how. 3 N numbers are reduced over the group, 4 N with label_smoothing.
+    how. 3 N numbers are reduced over the group.
 
-    In 16 bits forward also needs as many fp32 numbers as there are logits, for a time. For fp16
-    logits these stay until backward, and nothing is overwritten: a loss scale multiplies the
-    gradient in backward only, and before that most of it may be too small for fp16. A backward with
-    retain_graph=True copies the gradient.
+    Forward computes the logits' gradient, and keeps it for backward, in their dtype. In 16 bits it
+    also needs as many fp32 numbers as there are logits, for a time. For fp16 logits these stay
+    until backward, and nothing is overwritten: a loss scale multiplies the gradient in backward
+    only, and before that most of it may be too small for fp16. A backward with retain_graph=True
+    copies the gradient.
 
     Raises ValueError unless there are as many logits as this rank's part has columns, as there are
     not if they have been gathered.
@@ -471,16 +628,13 @@ def vocab_parallel_cross_entropy(
     if logits.shape[-1] != width:
         part = f"{width} are this rank's part of {vocab_size=}"
         raise ValueError(f"logits have {logits.shape[-1]} columns, and {part}: do not gather them")
-    arguments = target, start, vocab_size, ignore_index, group, inplace
-    if label_smoothing:
-        return _smoothed_cross_entropy(logits, *arguments, label_smoothing)
-    return _CrossEntropy.apply(logits, *arguments)
+    return _CrossEntropy.apply(logits, target, start, vocab_size, ignore_index, group, inplace)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Compute log(sum(exp(z))) - z[target] for each row z of logits that are split by columns.
+    """Compute log(sum(exp(row))) - row[target] for each row of logits that are split by columns.
 
-    backward    softmax(z) - one_hot(target), which forward has computed, times the loss's gradient
+    backward    softmax(row) - one_hot(target), computed in forward, times the loss's gradient
     """
 
     @staticmethod
@@ -517,27 +671,7 @@ class _CrossEntropy(torch.autograd.Function):
         scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
         if torch._C._autograd._get_current_graph_task_keep_graph():  # private API: retain_graph
             grad = grad.clone()  # another backward will need the saved one
-        return grad.mul_(scale).to(ctx.dtype), *6 * [None]
-
-
-def _smoothed_cross_entropy(
-    logits, target, start, vocab_size, ignore_index, group, inplace, smoothing
-):
-    """Return loss + e (z[target] - mean(z)) for each row z of the logits and the smoothing e.
-
-    That is (1 - e) times the loss, plus e times the mean of the losses of all columns.
-    """
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"label_smoothing={smoothing} is not between 0 and 1")
-    # In 16 bits the gradients of both terms would be rounded before their sum.
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    local, is_here = own_part(target, start, logits.shape[1])
-    rows = torch.arange(len(logits), device=logits.device)
-    of_target = logits[rows, local] * is_here  # unlike gather(), it keeps no logits for backward
-    above_mean = reduce_from_group(of_target - logits.sum(1) / vocab_size, group)
-    arguments = target, start, vocab_size, ignore_index, group, inplace
-    losses = _CrossEntropy.apply(logits, *arguments)
-    return losses + smoothing * above_mean.masked_fill(target == ignore_index, 0)
+        return grad.mul_(scale).to(ctx.dtype), None, None, None, None, None, None
 
 
 # ---- copies whose gradients are parts ------------------------------------------------------------
@@ -546,7 +680,14 @@ def _smoothed_cross_entropy(
 # ranks compute the same, and so have the same gradient. There are two exceptions. A parameter that
 # is used between f and g, such as a norm of q, sees this rank's heads only. With sequence
 # parallelism, one that is used outside of them sees this rank's tokens only. Then each rank has a
-# part of its gradient, and the parts must be summed once per step.
+# part of its gradient, and the parts must be summed once per step:
+#
+#     mark_sum_over_tp(model.norm)  # once
+#     loss.backward()
+#     sum_gradients_over_tp(parameters_to_sum_over_tp(model), group)
+#     if step == 0:
+#         check_gradients_over_tp(model, group)  # whether anything was left out
+#     optimizer.step()
 
 
 def mark_sum_over_tp(module):
@@ -562,9 +703,11 @@ def mark_sum_over_tp(module):
         router, shared experts of MoE without           do not mark    mark: a rank has T/P tokens
         bias of RowParallelLinear                       do not mark    marked by its class
 
-    A parameter with elements for each head or column is not copied but split: use set_shard(). The
-    sum of a gradient that is already complete is P times too large on all ranks, so do not mark
-    what needs no mark. check_gradients_over_tp() finds what should be marked or split and is not.
+    A parameter with elements for each head or column is not copied but split: use set_shard(). If
+    it is marked as well, sum_gradients_over_tp() refuses it. In a module that has copies and split
+    parameters, set sums_over_tp to the copies' names, as RowParallelLinear does. The sum of a
+    gradient that is already complete is P times too large on all ranks, so do not mark what needs
+    no mark. check_gradients_over_tp() finds what should be marked or split and is not.
     """
     for layer in module.modules():
         layer.sums_over_tp = tuple(name for name, _ in layer.named_parameters(recurse=False))
@@ -583,13 +726,19 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
     """After backward, sum the parameters' gradients over the group in a single all-reduce.
 
     parameters: from parameters_to_sum_over_tp(). A gradient that is None counts as zero.
-    check: whether to raise ValueError on all ranks if their ZeRO pieces differ in shape or offset.
+    check: whether to raise ValueError on all ranks if one is split over the group, so that the sum
+        would mix unlike parts, or if their ZeRO pieces differ in shape or offset.
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
-    pieces = [parameter for parameter in parameters if hasattr(parameter, "whole_shape")]
-    if check and pieces:
-        check_parameters([((piece.whole_shape, piece.offset), piece) for piece in pieces], group)
+    if check:
+        split = [parameter for parameter in parameters if hasattr(parameter, "split_over")]
+        if any(len(ranks_in_both(group, parameter.split_over)) > 1 for parameter in split):
+            raise ValueError("a parameter marked by mark_sum_over_tp() is split over the group")
+        pieces = [parameter for parameter in parameters if hasattr(parameter, "whole_shape")]
+        if pieces:
+            named = [((piece.whole_shape, piece.offset), piece) for piece in pieces]
+            check_parameters(named, group)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
@@ -603,10 +752,6 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
 def check_gradients_over_tp(model, group=None, tolerance=1e-3):
     """Raise ValueError on all ranks if copies of a parameter have different gradients. Collective.
 
-        sum_gradients_over_tp(parameters_to_sum_over_tp(model), group)
-        if step == 0:
-            check_gradients_over_tp(model, group)
-
     Such copies drift apart, and a gradient norm that counts one of them is wrong. Copies are what
     no Shard splits over the group. Their gradients differ if one is further from the mean of all
     than `tolerance` times the norm of the mean; kernels may round differently. Each mean takes an
@@ -616,16 +761,16 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
     if dist.get_world_size(group) == 1:
         return
     shards = shards_of(model)
-
-    def is_copy(name):  # or split over another group, which has only this rank in common
-        return name not in shards or len(ranks_in_both(group, shards[name].group)) == 1
-
-    def described(name, parameter):
-        whole_shape = getattr(parameter, "whole_shape", None)
-        return (name, whole_shape, getattr(parameter, "offset", 0)), parameter
-
-    copies = {n: p for n, p in model.named_parameters() if p.requires_grad and is_copy(n)}
-    check_parameters([described(*item) for item in copies.items()], group)
+    copies = {}
+    described = []
+    for name, parameter in model.named_parameters():
+        # A Shard over another group has only this rank in common with this one.
+        is_copy = name not in shards or len(ranks_in_both(group, shards[name].group)) == 1
+        if is_copy and parameter.requires_grad:
+            copies[name] = parameter
+            whole_shape = getattr(parameter, "whole_shape", None)  # of a ZeRO piece
+            described.append(((name, whole_shape, getattr(parameter, "offset", 0)), parameter))
+    check_parameters(described, group)
     distances = _distances_from_mean(copies.values(), group)
     names = [name for name, distance in zip(copies, distances) if distance > tolerance]
     if names:
@@ -652,147 +797,15 @@ def _distances_from_mean(parameters, group):
     return distances.tolist()
 
 
-# ---- the linear layers' functions, and their overlap ---------------------------------------------
-#
-# column_linear() and row_linear() wait for each message before they multiply again. The functions
-# of this section compute the same, but messages travel beside products that do not need them. With
-# `sequence_parallel`, f gathers the ranks' chunks of X, and its backward is a reduce-scatter, which
-# sums dX and gives each rank its chunk. g is the reverse:
-#
-#     column    forward     gather X;    Y = X W^T + b
-#               backward    gather X;    dX = dY W, and scatter its sum;    dW = dY^T X
-#     row       forward     Z = Y W^T, and scatter its sum
-#               backward    gather dZ;   dY = dZ W;                         dW = dZ^T Y
-#
-# A column-parallel layer keeps only its chunk of X for backward, which gathers X again while it
-# computes dY W. It computes dW while dX is summed, with or without sequence parallelism.
-
-
-def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
-    """Do what column_linear() does, with the overlap of this section. weight: (out/P, in).
-
-    sequence_parallel: whether x is this rank's chunk of X, along dim 0.
-    defer: a pipeline's WeightGradStore, if any: see "where a weight's gradient goes".
-    Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
-    """
-    x = autocasted(x)  # cast before x is saved and sent
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
-
-
-def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=None):
-    """Do what row_linear() does without a bias, with the overlap. weight: (out, in/P).
-
-    sequence_parallel: whether to return this rank's chunk of Z, along dim 0. ValueError is raised
-        if P does not divide this dim.
-    defer: as in column_parallel_linear().
-    Types of x and weight: V, V -> I; with sequence_parallel V, V -> V.
-    """
-    P = dist.get_world_size(group)
-    if sequence_parallel and len(x) % P:
-        raise ValueError(f"T={len(x)} is not divisible by tp={P}")
-    x = autocasted(x)
-    return _RowLinear.apply(x, weight, group, sequence_parallel, defer)
-
-
-class _ColumnLinear(torch.autograd.Function):
-    """Compute y = x W^T + b, where x is gathered first if `split`."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, group, split, defer):
-        # Backward needs the parameter itself, but checkpoint() detaches what is saved.
-        ctx.arguments = weight, group, split, defer
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        if split and by_chunks(x.nbytes, x.device, group):
-            return gather_and_multiply(x, weight, bias, group)[1]
-        return F.linear(begin_gather(x, split, group)(), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        parameter, group, split, defer = ctx.arguments
-        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        dx = dweight = dbias = None
-        if wants_weight and not is_deferred(parameter, defer):
-            get_x = begin_gather(x, split, group, async_op=True)
-        else:  # x is gathered when the pipeline asks for dW
-            get_x = lambda: begin_gather(x, split, group)()
-        if wants_x:
-            get_dx = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
-        if wants_weight:
-            dweight = weight_gradient(parameter, dy, get_x, defer)
-        if wants_bias:
-            dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
-        if wants_x:
-            dx = get_dx()
-        return dx, dweight, dbias, None, None, None
-
-
-class _RowLinear(torch.autograd.Function):
-    """Compute y = the sum of x W^T over the ranks, or, if `split`, this rank's chunk of it."""
-
-    @staticmethod
-    def forward(ctx, x, weight, group, split, defer):
-        numel = x.numel() // x.shape[-1] * len(weight)  # of Z
-        nbytes = numel // dist.get_world_size(group) * x.itemsize  # of a chunk
-        ctx.by_chunks = split and by_chunks(nbytes, x.device, group)
-        ctx.arguments = weight, group, split, defer
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        if ctx.by_chunks:
-            return multiply_and_scatter(x, weight, group)
-        return begin_sum(F.linear(x, weight), split, group)()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        parameter, group, split, defer = ctx.arguments
-        wants_x, wants_weight, *_ = ctx.needs_input_grad
-        dx = dweight = None
-        if wants_x and ctx.by_chunks:
-            dy, dx = gather_and_multiply(dy, weight.to(dy.dtype).t(), None, group)
-        else:
-            dy = begin_gather(dy, split, group)()
-            if wants_x:
-                dx = dy @ weight.to(dy.dtype)
-        if wants_weight:
-            dweight = weight_gradient(parameter, dy, lambda: x, defer)
-        return dx, dweight, None, None, None
-
-
-def begin_gather(x, split, group=None, async_op=False):
-    """Gather x along dim 0 if `split`. Return a function that waits for and returns the result."""
-    if not split:
-        return lambda: x
-    whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
-    work = all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
-    return partial(_when_done, work, whole)
-
-
-def begin_sum(y, split, group=None, async_op=False):
-    """All-reduce y or, if `split`, reduce-scatter it. Return a function as begin_gather() does."""
-    if not split:
-        return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
-    chunk = y.new_empty(len(y) // dist.get_world_size(group), *y.shape[1:])
-    work = reduce_scatter_single(chunk, y, group=group, async_op=async_op)
-    return partial(_when_done, work, chunk)
-
-
-def _when_done(work, result):
-    if work is not None:
-        work.wait()
-    return result
-
-
-# ---- products by chunks --------------------------------------------------------------------------
+# ---- overlap: products by chunks -----------------------------------------------------------------
 #
 # With sequence parallelism, a product either needs every rank's chunk of X, or is summed over the
-# ranks into chunks of Z. While one large chunk is computed, another travels directly between its
-# owner and this rank. On the left all messages are posted first, and (x3) is the chunk that the
-# next step waits for. On the right each is posted as soon as its summand is computed. The tables
-# show the order of use for P = 4.
+# ranks into chunks of Z. If chunks are large, the linear layers compute one while another travels
+# directly between its owner and this rank. On the left all messages are posted first, and (x3) is
+# the chunk that the next step waits for. On the right each is posted as soon as its summand is
+# computed. The tables show the order of use for P = 4.
 #
-#             gather_and_multiply(): rank r multiplies      multiply_and_scatter(): rank r computes
+#             gather_by_chunks(): rank r multiplies         scatter_by_chunks(): rank r computes
 #             chunk r - s, while (r - s - 1) may arrive     chunk r + s + 1 and sends it (->)
 #
 #             rank 0    rank 1    rank 2    rank 3          rank 0    rank 1    rank 2    rank 3
@@ -801,9 +814,9 @@ def _when_done(work, result):
 #     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
 #     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
 #
-# On the right, one operation adds the four summands of a chunk. In 16 bits each summand is
-# rounded, and their sum only once.
-# Either way a rank sends (P-1)/P of the whole, as in an all-gather or a reduce-scatter.
+# On the right, one operation adds the four summands of a chunk. In 16 bits each summand is rounded,
+# and their sum only once. Either way a rank sends (P-1)/P of the whole, as in an all-gather or a
+# reduce-scatter.
 
 # Smaller chunks cost more than overlap saves: measured over gloo, and on the model of gpu_time.py.
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}
@@ -811,10 +824,10 @@ CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}
 
 def by_chunks(nbytes, device, group):
     """Return whether to multiply by chunks, if each chunk that travels takes so many bytes."""
-    return dist.get_world_size(group) > 1 and nbytes >= CHUNK_BYTES[device.type]
+    return nbytes >= CHUNK_BYTES[device.type] and dist.get_world_size(group) > 1
 
 
-def gather_and_multiply(x, weight, bias=None, group=None):
+def gather_by_chunks(x, weight, bias=None, group=None):
     """Gather every rank's x into X. Return X and F.linear(X, weight, bias)."""
     rank, P = rank_and_size(group)
     weight = autocasted(weight)
@@ -835,7 +848,7 @@ def gather_and_multiply(x, weight, bias=None, group=None):
     return whole.flatten(0, 1), y.flatten(0, 1)
 
 
-def multiply_and_scatter(x, weight, group=None):
+def scatter_by_chunks(x, weight, group=None):
     """Return this rank's chunk of the sum of F.linear(x, weight) over the ranks."""
     rank, P = rank_and_size(group)
     weight = autocasted(weight)
@@ -865,25 +878,22 @@ def _linear_into(output, x, weight, bias=None):
 
 # ---- where a weight's gradient goes --------------------------------------------------------------
 #
-# Backward returns dW to autograd, which adds it to .grad. With `defer`, a WeightGradStore, a
-# pipeline (pipeline.py) asks for two other things. While the store is `open`, it takes dW as a
-# function, which the pipeline calls when it would otherwise wait. While it `accumulates`, the
-# product is added to .grad, or written where .grad is to be, which saves a buffer and passes over
-# it. Neither applies to a weight whose gradient a hook or a graph needs.
+# The linear layers' backward computes dW and returns it to autograd, which adds it to .grad. In a
+# pipeline (pipeline.py), `defer` is a WeightGradStore, which asks for two other things. While it is
+# `open`, it takes dW as a function, which the pipeline calls when it would otherwise wait. While it
+# `accumulates`, dW is added to .grad by the product itself, or written where .grad is to be, which
+# saves a buffer and passes over it. Neither applies to a weight whose gradient a hook or a graph
+# needs.
 
 
-def weight_gradient(weight, dy, get_x, defer):
-    """Return what backward returns for the weight: dW = dy^T @ x, or None if it goes elsewhere."""
-    product = lambda: _product(weight, dy, get_x(), defer)
-    if is_deferred(weight, defer):
-        defer.put(weight, product)
-        return None
-    return product()
-
-
-def is_deferred(weight, defer):
-    """Return whether the pipeline computes the weight's gradient later."""
-    return defer is not None and defer.open and is_plain_leaf(weight)
+def begin_weight_gradient(weight, dy, x, split, group, defer):
+    """Gather x if `split`. Return a function that returns dW, or None if it goes elsewhere."""
+    if defer is not None and defer.open and is_plain_leaf(weight):
+        # x is gathered only when the pipeline asks for dW
+        defer.put(weight, lambda: _product(weight, dy, begin_gather(x, split, group)(), defer))
+        return lambda: None
+    get_x = begin_gather(x, split, group, async_op=True)
+    return lambda: _product(weight, dy, get_x(), defer)
 
 
 def is_plain_leaf(weight):
@@ -935,9 +945,9 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 
 # ---- appendix: AlexNet on two GPUs, 2012 ---------------------------------------------------------
 #
-# A rank has half of every layer's filters. Those of conv2, conv4 and conv5 read only this half's
-# channels, so nothing is sent. Those of conv3 and of the dense layers read both halves (X), which
-# are gathered. In one process a layer that reads its own half is a convolution with groups=2.
+# A rank has 1/P of every layer's filters. Those of conv2, conv4 and conv5 read this rank's channels
+# only, so nothing is sent. Those of conv3 and of the dense layers read all channels, which are
+# gathered where the lines cross. In one process, conv2, conv4 and conv5 have groups=P.
 #
 #               conv1    conv2      conv3    conv4    conv5      dense1     dense2    dense3
 #     rank 0     48 ----- 128 -\ /- 192 ---- 192 ---- 128 -\ /- 2048 -\ /- 2048 -\ /- 500
@@ -948,65 +958,50 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 class AlexNet(nn.Module):
     """The network of Krizhevsky, Sutskever and Hinton: (B, 3, 224, 224) -> logits (B, classes).
 
-    groups: the parts into which conv2, conv4, conv5 and the normalizations divide the channels. It
-        fixes the function that the network computes, so P = 1 and P = groups compute the same.
-    Types: I -> I, parameters are V. Raises ValueError unless P divides `groups`, and `groups`
-    divides each number of filters.
+    The function that it computes depends on P, as the picture shows. Initial values are PyTorch's.
+    Types: I -> I, parameters are V. Raises ValueError unless P divides each number of filters.
     """
 
     def __init__(
-        self, filters=(96, 256, 384, 384, 256), dense=(4096, 4096), classes=1000, groups=2,
-        group=None,
+        self, filters=(96, 256, 384, 384, 256), dense=(4096, 4096), classes=1000, group=None
     ):
         super().__init__()
-        P = dist.get_world_size(group)
-        if groups % P or any(size % groups for size in (*filters, *dense, classes)):
-            sizes = f"{filters=}, {dense=}, {classes=}"
-            raise ValueError(f"tp={P} does not divide {groups=}, or that not each of {sizes}")
         self.group = group
-        self.own_groups = groups // P
+        P = dist.get_world_size(group)
+        if any(number % P for number in (*filters, *dense, classes)):
+            raise ValueError(f"tp={P} does not divide each of {filters=}, {dense=}, {classes=}")
         c1, c2, c3, c4, c5 = filters
         d1, d2 = dense
-        self.conv1 = split_filters((c1, 3, 11, 11), 0.0, group)
-        self.conv2 = split_filters((c2, c1 // groups, 5, 5), 1.0, group)
-        self.conv3 = split_filters((c3, c2, 3, 3), 0.0, group)
-        self.conv4 = split_filters((c4, c3 // groups, 3, 3), 1.0, group)
-        self.conv5 = split_filters((c5, c4 // groups, 3, 3), 1.0, group)
-        self.dense1 = split_filters((d1, c5 * 6 * 6), 1.0, group)
-        self.dense2 = split_filters((d2, d1), 1.0, group)
-        self.dense3 = split_filters((classes, d2), 0.0, group)
+        device = torch.get_default_device()
+        with ShardedRandomState(device, group):  # each rank draws filters of its own
+            self.conv1 = nn.Conv2d(3, c1 // P, 11, stride=4, padding=2)
+            self.conv2 = nn.Conv2d(c1 // P, c2 // P, 5, padding=2)
+            self.conv3 = nn.Conv2d(c2, c3 // P, 3, padding=1)
+            self.conv4 = nn.Conv2d(c3 // P, c4 // P, 3, padding=1)
+            self.conv5 = nn.Conv2d(c4 // P, c5 // P, 3, padding=1)
+            self.dense1 = nn.Linear(c5 * 6 * 6, d1 // P)
+            self.dense2 = nn.Linear(d1, d2 // P)
+            self.dense3 = nn.Linear(d2, classes // P)
+        for layer in self.children():
+            shard = Shard(0, (P * len(layer.weight),), group)
+            layer.shards = Shards(layer._parameters, {"weight": shard, "bias": shard})
 
     def forward(self, images):
         gather = partial(all_gather_to_group, dim=1, group=self.group)  # ranks use it differently
-        drop = partial(F.dropout, training=self.training)  # of gathered x: the same mask everywhere
+        norm = partial(F.local_response_norm, size=5, alpha=5e-4, k=2.0)  # over 5 channels
         pool = partial(F.max_pool2d, kernel_size=3, stride=2)
-        conv = lambda x, layer, **how: F.conv2d(x, layer.weight, layer.bias, **how).relu()
-        dense = lambda x, layer: F.linear(x, layer.weight, layer.bias)
+        drop = partial(F.dropout, training=self.training)  # of gathered x: the same mask everywhere
         x = copy_to_group(images, self.group)
-        x = pool(self.normalize(conv(x, self.conv1, stride=4, padding=2)))  # (B, c1/P, 27, 27)
-        x = conv(x, self.conv2, padding=2, groups=self.own_groups)
-        x = gather(pool(self.normalize(x)))  # (B, c2/P, 13, 13) -> (B, c2, 13, 13)
-        x = conv(x, self.conv3, padding=1)  # (B, c3/P, 13, 13)
-        x = conv(x, self.conv4, padding=1, groups=self.own_groups)
-        x = pool(conv(x, self.conv5, padding=1, groups=self.own_groups))  # (B, c5/P, 6, 6)
-        x = dense(gather(x.flatten(1)), self.dense1).relu()  # (B, 36 c5) -> (B, d1/P)
-        x = dense(drop(gather(x)), self.dense2).relu()
-        x = dense(drop(gather(x)), self.dense3)  # (B, classes/P)
+        x = pool(norm(self.conv1(x).relu()))  # (B, c1/P, 27, 27)
+        x = gather(pool(norm(self.conv2(x).relu())))  # (B, c2/P, 13, 13) -> (B, c2, 13, 13)
+        x = self.conv3(x).relu()
+        x = self.conv4(x).relu()
+        x = pool(self.conv5(x).relu())  # (B, c5/P, 6, 6)
+        x = gather(x.flatten(1))  # (B, 36 c5)
+        x = gather(self.dense1(x).relu())
+        x = gather(self.dense2(drop(x)).relu())
+        x = self.dense3(drop(x))  # (B, classes/P)
         return gather_from_group(x, 1, self.group)  # all ranks compute the same loss
-
-    def normalize(self, x):
-        """Divide x by (2 + 1e-4 s)^0.75, where s sums x^2 over 5 adjacent channels of a group."""
-        parts = x.unflatten(1, (self.own_groups, -1)).flatten(0, 1)  # (B groups/P, c/groups, ...)
-        parts = F.local_response_norm(parts, 5, alpha=5e-4, k=2.0)  # PyTorch takes s / 5
-        return parts.view_as(x)
-
-
-def split_filters(shape, bias, group):
-    """Return a module that holds 1/P of a layer's filters, whose shape is `shape`, and biases."""
-    layer = nn.Module()
-    set_shard(layer, "weight", 0.01 * torch.randn(shape), Shard(0, shape[:1], group))
-    set_shard(layer, "bias", torch.full(shape[:1], bias), Shard(0, shape[:1], group))
-    return layer
 
 
 def alexnet_bytes(batch, world_size, filters, dense, classes, itemsize=4):
@@ -1034,9 +1029,9 @@ def _demonstrate():
     with count_bytes() as traffic:
         z = split_mlp(x, up.chunk(P)[rank], down.chunk(P, 1)[rank])
         (dx,) = torch.autograd.grad(z.sum(), x)
-    sizes = [n * P for n in (3, 8, 12, 12, 8)], (64 * P, 64 * P), 10 * P
+    sizes = [8 * P] * 5, (64 * P, 64 * P), 10 * P
     with count_bytes() as of_alexnet:
-        AlexNet(*sizes, groups=P)(torch.randn(2, 3, 224, 224)).sum().backward()
+        AlexNet(*sizes)(torch.randn(2, 3, 224, 224)).sum().backward()
     if rank == 0:
         claimed = 2 * all_reduce_bytes(x.nbytes, P)
         print(f"{P} ranks, an MLP, f and g: claimed {claimed} bytes, counted {traffic.bytes()}")

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference_gpt
 import tensor_parallel
-from collectives import count_bytes, gather_objects, observe, rank_and_size
+from collectives import all_reduce, count_bytes, gather_objects, observe, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
 from ranks import least_bytes, on_ranks, shifted, soak
@@ -280,7 +280,7 @@ def test_products_are_sent_by_chunks_if_a_rank_s_chunk_of_z_has_the_bytes_of_the
     x = torch.randn(4, 3, 4)  # a chunk of Z has 2 x 3 x 6 numbers of 4 bytes
     for bound, is_by_chunks in ((144, True), (145, False)):
         by_chunks = patch.object(
-            tensor_parallel, "multiply_and_scatter", wraps=tensor_parallel.multiply_and_scatter
+            tensor_parallel, "scatter_by_chunks", wraps=tensor_parallel.scatter_by_chunks
         )
         with patch.dict(tensor_parallel.CHUNK_BYTES, cpu=bound), by_chunks as called:
             layer(x)
@@ -393,6 +393,66 @@ def test_gradients_of_zeros_pieces_are_summed_over_tp_if_all_ranks_have_the_same
     piece.offset = rank
     with pytest.raises(ValueError, match=r"rank 1 .*\(\(6,\), 1\).*\(\(6,\), 0\)"):
         sum_gradients_over_tp([piece])
+
+
+@on_ranks(4)
+def test_a_marked_parameter_may_be_split_over_another_group_but_not_over_that_of_the_sum():
+    """The sum would mix unlike parts. An expert may be split over one group and copied over tp."""
+    rank = dist.get_rank()
+    group, _ = interleaved_group(2, 2)  # ranks 0, 2 and 1, 3
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    layer = nn.LayerNorm(8)  # a module that has a split parameter and a copy
+    set_shard(layer, "weight", torch.ones(8), Shard(0, (8,), pairs[rank // 2]))
+    marked = parameters_to_sum_over_tp(mark_sum_over_tp(layer))
+    for parameter in marked:
+        parameter.grad = torch.full_like(parameter, rank)
+    sum_gradients_over_tp(marked, group)
+    expected = [0 + 2, 1 + 3][rank % 2]
+    assert all(parameter.grad.eq(expected).all() for parameter in marked)
+    for wrong in (pairs[rank // 2], None):
+        with pytest.raises(ValueError, match="by mark_sum_over_tp.. is split over the group"):
+            sum_gradients_over_tp(marked, wrong)
+    assert all(parameter.grad.eq(expected).all() for parameter in marked)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(4)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_if_they_share_it(fused, is_shared):
+    """Otherwise one rank skips a step, and copies part. The four lines are in the docstring."""
+    group, replica = interleaved_group(2, 2)
+    torch.manual_seed(shifted(replica))
+    layers = ColumnParallelLinear(8, 12, group=group), RowParallelLinear(12, 8, group=group)
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    x = torch.randn(5, 8)
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        if step == 1 and dist.get_rank() == 0:
+            model[0].weight.grad[0, 0] = torch.inf  # in this rank's part only
+        if is_shared:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            all_reduce(norm, group=group)
+            gradients[0].add_(0 * norm)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        has_moved = [not torch.equal(*pair) for pair in zip(before, model.parameters())]
+        seen.append((scaler.get_scale(), has_moved))
+    bias, other = gather_objects(model[1].bias.detach(), group)
+    if is_shared:
+        skips = replica == 0  # the group of rank 0
+        expected = [(256.0, 4 * [True]), (128.0, 4 * [False]), (128.0, 4 * [True])]
+        assert seen == (expected if skips else 3 * [(256.0, 4 * [True])])
+        assert torch.equal(bias, other)
+    else:
+        assert torch.equal(bias, other) == (replica == 1)
 
 
 # ---- a model of one's own ------------------------------------------------------------------------
@@ -608,20 +668,17 @@ def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, rep
             full += torch.tensor([1e4, -1e4])[torch.randint(2, (N, V))]
         ignored, ignore_index = sizes.choice([0.0, 0.4, 1.0]), sizes.choice([-100, V // 2])
         target[torch.rand(N) < ignored] = ignore_index
-        smoothing = sizes.choice([0.0, 0.1, 1.0])
         rank = dist.get_rank(group)
         own = slice(rank * V // tp, (rank + 1) * V // tp)
 
         whole = full.double().requires_grad_()
-        options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
-        expected = F.cross_entropy(whole, target, **options, reduction="none")
+        expected = F.cross_entropy(whole, target, ignore_index=ignore_index, reduction="none")
         grad_output = torch.randn_like(expected).to(torch.promote_types(dtype, torch.float32))
         (grad,) = torch.autograd.grad(expected, whole, grad_output.double())
         logits, before = full[:, own].clone().requires_grad_(), (target.clone(), 1 * grad_output)
-        arguments = logits, target, V, ignore_index, group, inplace, smoothing
+        arguments = logits, target, V, ignore_index, group, inplace
         losses = vocab_parallel_cross_entropy(*arguments)
-        overwrites = inplace and not (smoothing and dtype is torch.bfloat16)
-        assert torch.equal(logits, full[:, own]) != overwrites or tp > logits.shape[1]
+        assert torch.equal(logits, full[:, own]) != inplace or tp > logits.shape[1]
         assert losses.dtype == grad_output.dtype and losses[target == ignore_index].eq(0).all()
         assert_close(losses.double(), expected, loss_error)
         (found,) = torch.autograd.grad(losses, logits, grad_output, retain_graph=True)
@@ -666,8 +723,6 @@ def test_the_loss_of_logits_that_have_been_gathered_is_refused():
         vocab_parallel_cross_entropy(logits, target, 4 * P)
     losses = vocab_parallel_cross_entropy(own, target, 4 * P)
     assert_close(losses.mean(), F.cross_entropy(logits, target), 1e-6)
-    with pytest.raises(ValueError, match="label_smoothing=1.5 is not between 0 and 1"):
-        vocab_parallel_cross_entropy(own, target, 4 * P, label_smoothing=1.5)
 
 
 @on_ranks(3)
@@ -757,20 +812,18 @@ def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
         assert traffic.bytes() - sent == 4 * (backward + again) * elements * share
 
 
-@pytest.mark.parametrize("smoothing, sums", [(0.0, [2]), (0.1, [1, 2])])
 @in_layouts(*LAYOUTS)
-def test_the_loss_reduces_3_floats_per_token_or_4_with_smoothing(tp, replicas, smoothing, sums):
+def test_the_loss_reduces_3_floats_per_token(tp, replicas):
     N = 384  # each tp divides it into parts of a multiple of 128 bytes
     logits, group = torch.randn(N, 5, requires_grad=True), interleaved_group(tp, replicas)[0]
     arguments = logits, torch.arange(N) % 5, 5 * tp, -100, group
     with least_bytes(), count_bytes() as traffic:
-        losses = vocab_parallel_cross_entropy(*arguments, label_smoothing=smoothing)
+        losses = vocab_parallel_cross_entropy(*arguments)
         forward = traffic.bytes(), len(traffic.sent)
         losses.sum().backward()
     assert traffic.bytes() == forward[0], "backward needs no message"
-    # an all-reduce of a maximum of N floats, and one for each sum of so many times N floats
-    nbytes = 2 * (1 + sum(sums)) * N * 4 * (tp - 1) // tp
-    assert forward == (nbytes, (1 + len(sums)) * 2 * (tp - 1))
+    # an all-reduce of a maximum of N floats, and one of two sums
+    assert forward == (2 * 3 * N * 4 * (tp - 1) // tp, 2 * 2 * (tp - 1))
 
 
 # ---- dropout -------------------------------------------------------------------------------------
@@ -843,10 +896,10 @@ class PlainAlexNet(nn.Module):
 SMALL = {"filters": (12, 24, 36, 24, 12), "dense": (24, 36), "classes": 12}
 
 
-def _alexnets(groups, group):
+def _alexnets(tp, group):
     """Return AlexNet in one process, and over the group with the same weights."""
-    plain = PlainAlexNet(**SMALL, groups=groups).double()
-    parallel = AlexNet(**SMALL, groups=groups, group=group).double()
+    plain = PlainAlexNet(**SMALL, groups=tp).double()
+    parallel = AlexNet(**SMALL, group=group).double()
     shards = shards_of(parallel)
     with torch.no_grad():
         for name, parameter in parallel.named_parameters():
@@ -854,15 +907,13 @@ def _alexnets(groups, group):
     return plain, parallel
 
 
-@pytest.mark.parametrize(
-    "tp, replicas, groups", [soak(1, 1, 2), soak(2, 1, 2), (2, 2, 2), (2, 1, 4), (3, 1, 3)]
-)
+@pytest.mark.parametrize("tp, replicas", [soak(1, 1), soak(2, 1), (2, 2), (3, 1)])
 @on_ranks(lambda tp, replicas, **_: tp * replicas)
-def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas, groups):
+def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas):
     """Both steps drop activations. The second one shows that the first one left equal weights."""
     group, replica = interleaved_group(tp, replicas)
     torch.manual_seed(shifted(replica))
-    nets = _alexnets(groups, group)
+    nets = _alexnets(tp, group)
     plain, parallel = nets
     shards = shards_of(parallel)
     optimizers = [torch.optim.SGD(net.parameters(), 0.1, 0.9) for net in nets]
@@ -889,7 +940,7 @@ def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas,
 @on_ranks(1, 2, 4)
 def test_alexnet_sends_what_conv3_and_the_dense_layers_read_and_the_logits():
     P = dist.get_world_size()
-    net = AlexNet(**SMALL, groups=4)
+    net = AlexNet(**SMALL)
     images = torch.randn(3, 3, 224, 224)
     with count_bytes() as traffic:
         logits = net(images)
@@ -902,18 +953,15 @@ def test_alexnet_sends_what_conv3_and_the_dense_layers_read_and_the_logits():
 
 
 @on_ranks(2)
-def test_alexnet_has_the_papers_size_and_initial_values_that_do_not_depend_on_the_group():
-    with torch.device("meta"):
-        whole = sum(parameter.numel() for parameter in AlexNet().parameters()) * 2
+def test_alexnet_has_the_papers_size_and_each_rank_draws_filters_of_its_own():
+    with FakeTensorMode():
+        with patch.object(tensor_parallel, "ShardedRandomState", lambda *arguments: nullcontext()):
+            whole = sum(parameter.numel() for parameter in AlexNet().parameters()) * 2
     assert whole == 60_965_224  # "60 million parameters"
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    nets = []
-    for group in (None, alone):
-        torch.manual_seed(shifted(0))
-        nets.append(AlexNet(**SMALL, group=group))
-    for name, parameter in nets[0].named_parameters():
-        expected = _part(nets[1].get_parameter(name), shards_of(nets[0])[name])
-        assert torch.equal(parameter, expected), name
+    torch.manual_seed(shifted(0))
+    for parameter in AlexNet(**SMALL).parameters():
+        first, second = gather_objects(parameter.detach())
+        assert (first != second).float().mean() > 0.9
 
 
 @on_ranks(3)
@@ -942,8 +990,7 @@ def test_errors_name_sizes_that_cannot_be_split():
         (lambda: ParallelSelfAttention(24, 6, 2), "kv_heads=2 is not divisible by tp=3"),
         (lambda: ParallelSelfAttention(18, 9, 6), "kv_heads=6, heads=9 and hidden=18"),
         (lambda: row(torch.zeros(4, 2, 1)), "T=4 is not divisible by tp=3"),
-        (lambda: AlexNet(**SMALL), "tp=3 does not divide groups=2"),
-        (lambda: AlexNet(classes=10, groups=6), "groups=6, or that not each of .* classes=10"),
+        (lambda: AlexNet(classes=10), "tp=3 does not divide each of .* classes=10"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
