@@ -783,9 +783,11 @@ def count_bytes():
 # kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
 # exchange() starts once the pending collectives are done; later collectives do not wait for it.
 #
-# A call of a collective goes through these functions, each of which calls the one below it:
+# A call of a collective goes through these functions, each of which calls the one below it. In an
+# idle group, and for contiguous tensors that are not cut into segments, they do what plain_run()
+# does with one algorithm.
 #
-#     all_gather_single(output, input)   makes a Work, and a plan: a function that makes generators
+#     all_gather_single(output, input)   makes a Work, and a plan, which returns the algorithms
 #       launch()                         at once, or in the group's queue if others are pending
 #         work.complete()                tells listeners of the end, also if it is an error
 #           queue.run()                  in the caller's thread or stream; submit(): in the queue's
@@ -798,7 +800,8 @@ def count_bytes():
 def launch(work, plan, outputs, inputs=(), backend=None):
     """Run a collective in its turn. Return its Work if it is asynchronous.
 
-    plan: a function of all outputs and inputs, flat, that returns an algorithm for each segment
+    plan: a function of all outputs and inputs, flat, which returns a list of algorithms: one for
+        each segment, where a long tensor is cut into several
     backend: a function of the same tensors, which calls the backend's own collective
     """
     tensors = (*outputs, *inputs)
@@ -840,7 +843,7 @@ DONE = Pending(lambda: None, lambda: True)
 class Work(Operation):
     """An operation that takes its turn in a group, and can be waited for if it is asynchronous.
 
-    rank, world_size; ranks: the global ranks of the group's members
+    place: (rank, world_size) in the group; ranks: the global ranks of the group's members
     members: the group's Membership; queue: the one for the tensor's device
     op: the ReduceOp of a reduction; pending: what wait() finishes
     """
@@ -1294,10 +1297,10 @@ def phases_for(tensor):
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
-# Each call makes a Work, checks its tensors, and passes launch() a plan, which makes the algorithms
-# of all segments. With async_op=True it returns the Work, to wait() for. The root is src or dst, a
-# global rank, or group_src or group_dst, a rank of the group. By default it is global rank 0 (in
-# PyTorch, broadcast() and reduce() have no default).
+# Each call makes a Work, checks its tensors, and passes launch() a plan. With async_op=True it
+# returns the Work, to wait() for. The root is src or dst, a global rank, or group_src or group_dst,
+# a rank of the group. By default it is global rank 0 (in PyTorch, broadcast() and reduce() have no
+# default).
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
