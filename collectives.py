@@ -71,7 +71,52 @@ def rank_and_size(group=None):
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-TAG = 1 << 30  # of our messages, so that none of the user's own matches
+# Each call that sends messages makes an Operation, which tells listeners what it sends. Listeners
+# come from observe() and count_bytes(), at the end of this floor. Their list is global because
+# autograd may call collectives in its own threads, which do not see the caller's context variables.
+_LISTENERS = []
+
+
+class Operation:
+    """One call that sends messages, as listeners see it.
+
+    name: of the function, such as "plain_exchange"; group: its process group
+    async_op: whether the call may return before the messages are complete
+    of: the operation that this one waits for, if its name is "wait"
+    """
+
+    async_op = False
+    of = None
+
+    def __init__(self, name, group):
+        self.name = name
+        self.group = group or dist.group.WORLD
+        self.listeners = tuple(_LISTENERS)
+
+    def tell(self, event, *messages):
+        """Tell the listeners of an event. observe() has a list of the events."""
+        for listener in self.listeners:
+            listener(event, self, *messages)
+
+
+def is_memory(tensor):
+    """Return whether a message can hold the tensor as it lies in memory: without gaps, in order.
+
+    PyTorch conjugates and negates some tensors only when they are read.
+    """
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def require_memory(sends, receives):
+    """Raise ValueError if is_memory() is false for a tensor of these messages."""
+    for tensor, peer in (*sends, *receives):
+        if not is_memory(tensor):
+            what = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            view = ", conjugated or negated" if tensor.is_contiguous() else ""
+            raise ValueError(f"a message to or from rank {peer} is a view of {what}{view}")
+
+
+TAG = 1 << 30  # marks our messages, so that a message of the user never arrives in place of one
 
 
 def plain_exchange(sends, receives, group=None):
@@ -85,15 +130,22 @@ def plain_exchange(sends, receives, group=None):
     sizes. No collective of the group may be pending. Empty tensors are not sent. A tensor with gaps
     in memory raises ValueError.
     """
+    require_memory(sends, receives)
     sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
     receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
     message = partial(dist.P2POp, group=group, tag=TAG)
     batch = [message(dist.irecv, tensor, group_peer=peer) for tensor, peer in receives]
     batch += [message(dist.isend, tensor, group_peer=peer) for tensor, peer in sends]
-    with reported("plain_exchange", sends, receives, group):  # count_bytes() counts the messages
-        if batch:
-            for request in dist.batch_isend_irecv(batch):
-                request.wait()
+    if not batch:
+        return
+    operation = Operation("plain_exchange", group)
+    operation.tell("begin")
+    try:
+        operation.tell("post", sends, receives)  # count_bytes() counts them
+        for request in dist.batch_isend_irecv(batch):
+            request.wait()
+    finally:
+        operation.tell("end")
 
 
 # ---- the idea: a sum travels around a ring -------------------------------------------------------
@@ -136,8 +188,9 @@ def ring_all_reduce(tensor, group=None):
 #
 # An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
 # the batch are complete, and computes before it yields the next batch. plain_run() is all that it
-# takes to run one. The first two algorithms are the halves of ring_all_reduce(). combine(a, b,
-# out=...) is torch.add(), or torch.maximum() for a maximum, and so on. For P = 3:
+# takes to run one. Its `combine` is torch.add, or torch.maximum for a maximum, and so on.
+#
+# The first two algorithms are the halves of ring_all_reduce(). For P = 3:
 #
 #                           rank 0          rank 1          rank 2
 #     input               1   2   3      10  20  30     100 200 300
@@ -198,6 +251,16 @@ def _pairwise(outgoing, arriving, rank):
     yield [(outgoing[r], r) for r in after], [(arriving[r], r) for r in before]
 
 
+def check_fits(output, input, elements, expected):
+    """Raise ValueError if sizes or dtypes differ.
+
+    gloo aborts the process if a buffer is short, and fills a part of a long one in silence.
+    """
+    if (elements, output.dtype) != (expected, input.dtype):
+        made = f"input makes {expected} of {input.dtype}"
+        raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
+
+
 def plain_reduce_scatter(output, input, group=None):
     """Sum `input` over the group. Rank r keeps chunk r of the sum in `output`, 1/P as long."""
     rank, P = rank_and_size(group)
@@ -226,16 +289,6 @@ def plain_all_to_all(output, input, group=None):
     plain_run(_pairwise(outgoing, arriving, rank), group)
 
 
-def check_fits(output, input, elements, expected):
-    """Raise ValueError if sizes or dtypes differ.
-
-    gloo aborts the process if a buffer is short, and fills a part of a long one in silence.
-    """
-    if (elements, output.dtype) != (expected, input.dtype):
-        made = f"input makes {expected} of {input.dtype}"
-        raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
-
-
 # ---- all-reduce ----------------------------------------------------------------------------------
 #
 # A reduce-scatter and then an all-gather make an all-reduce. With the two rings above it is
@@ -251,16 +304,14 @@ def _direct_reduce_scatter(chunks, output, combine, rank):
     P = len(chunks)
     if P == 1:
         output.copy_(chunks[0])
-    elif output.is_cuda and isinstance(combine, Reduction):  # on the upper floor
-        yield from combine.reduce_at_once(chunks, output, rank)  # does the same in one GPU kernel
-    else:
-        parts = [torch.empty_like(output) for _ in chunks]
-        yield from _pairwise(chunks, parts, rank)
-        partial_sum = parts[rank]  # no message arrives in it
-        parts[rank] = chunks[rank]
-        total = parts[0]
-        for r in range(1, P):
-            total = combine(total, parts[r], out=output if r == P - 1 else partial_sum)
+        return
+    parts = [torch.empty_like(output) for _ in chunks]
+    yield from _pairwise(chunks, parts, rank)
+    partial_sum = parts[rank]  # no message arrives in it
+    parts[rank] = chunks[rank]
+    total = parts[0]
+    for r in range(1, P):
+        total = combine(total, parts[r], out=output if r == P - 1 else partial_sum)
 
 
 def _direct_all_gather(chunks, rank):
@@ -315,11 +366,14 @@ def _joined(chunks):
     return chunks[0].as_strided((length,), (1,))
 
 
-def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
+def _hierarchical_reduce_scatter(
+    chunks, output, combine, rank, ranks_per_node, direct=_direct_reduce_scatter
+):
     """Reduce-scatter inside O nodes of I ranks, then on rings across nodes, in 1 + (O-1) steps.
 
     Inside a node, local rank i reduces the chunks meant for the local ranks i of all nodes. Of the
-    bytes that a rank sends, (I-1)/I D stay in its node and (O-1)/P D leave it. With O = I = 2:
+    bytes that a rank sends, (I-1)/I D stay in its node and (O-1)/P D leave it. `direct` is the
+    reduce-scatter inside the node. With O = I = 2:
 
         rank       0               1               2               3
         inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
@@ -329,11 +383,11 @@ def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
     node, local_rank = divmod(rank, I)
     by_node = [chunks[first : first + I] for first in range(0, P, I)]
     sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
-    direct = [
-        _direct_reduce_scatter(node_chunks, total, combine, local_rank)
+    inside = [
+        direct(node_chunks, total, combine, local_rank)
         for node_chunks, total in zip(by_node, sums)
     ]
-    yield from _among(range(node * I, node * I + I), direct)
+    yield from _among(range(node * I, node * I + I), inside)
     across = _ring_reduce_scatter(sums, output, combine, node)
     yield from _among(range(local_rank, P, I), [across])
 
@@ -344,8 +398,8 @@ def _hierarchical_all_gather(chunks, rank, ranks_per_node):
     node, local_rank = divmod(rank, I)
     across = _ring_all_gather(chunks[local_rank::I], node)
     yield from _among(range(local_rank, P, I), [across])
-    direct = [_direct_all_gather(chunks[first : first + I], local_rank) for first in range(0, P, I)]
-    yield from _among(range(node * I, node * I + I), direct)
+    inside = [_direct_all_gather(chunks[first : first + I], local_rank) for first in range(0, P, I)]
+    yield from _among(range(node * I, node * I + I), inside)
 
 
 def _among(ranks, algorithms):
@@ -389,24 +443,24 @@ def _recursive_doubling(output, input, combine, rank, world_size):
 ALIGNMENT = 128  # bytes; a GPU reads 128 at once
 
 
-def _cut(flat, parts, P=1):
-    """Cut a flat tensor into parts, each of which begins at a multiple of 128 P bytes.
+def _cut(flat, parts, unit=ALIGNMENT):
+    """Cut a flat tensor into parts, each of which begins at a multiple of `unit` bytes.
 
-    10 x 128 bytes become four parts of 2, 3, 2 and 3 x 128 bytes (P = 1). Parts may be empty.
-    P: the number of chunks that each part is cut into afterwards
+    10 x 128 bytes become four parts of 2, 3, 2 and 3 x 128 bytes. Parts may be empty.
     """
     if parts == 1:
         return [flat]
-    unit = P * ALIGNMENT // flat.itemsize
-    units = math.ceil(len(flat) / unit)
-    return flat.tensor_split([units * part // parts * unit for part in range(1, parts)])
+    elements = unit // flat.itemsize
+    units = math.ceil(len(flat) / elements)
+    return flat.tensor_split([units * part // parts * elements for part in range(1, parts)])
 
 
-def _all_reduce(name, output, input, combine, rank, world_size, **options):
+def _all_reduce(name, output, input, combine, rank, world_size, table=_PHASES, **options):
     """Run one all-reduce with the named algorithm. For naive, every rank's chunk is all of `input`.
 
     The doubling algorithms run among the first 2^k ranks, for the largest 2^k <= P. Each rank r
     beyond these sends its tensor to rank r - 2^k, which stands in for it and returns the sum.
+    table: {name: (reduce-scatter, all-gather)}; options: ranks_per_node for hierarchical
     """
     core = 1 << (world_size.bit_length() - 1) if "doubling" in name else world_size
     if rank >= core:
@@ -419,11 +473,12 @@ def _all_reduce(name, output, input, combine, rank, world_size, **options):
         yield [], [(other, rank + core)]
         input = combine(input, other, out=other)
     if name == "naive":
-        yield from _direct_reduce_scatter([input] * core, output, combine, rank)
+        reduce_scatter, _ = table["direct"]
+        yield from reduce_scatter([input] * core, output, combine, rank)
     elif name == "recursive_doubling":
         yield from _recursive_doubling(output, input, combine, rank, core)
     else:
-        reduce_scatter, all_gather = _PHASES[name]
+        reduce_scatter, all_gather = table[name]
         chunks = _cut(output, core)
         yield from reduce_scatter(_cut(input, core), chunks[rank], combine, rank, **options)
         yield from all_gather(chunks, rank, **options)
@@ -524,9 +579,9 @@ def _gather(outputs, input, rank, root):
 # Docstrings state types, such as "V, I -> V" for two inputs and the output. tests/test_adjoint.py
 # checks them. No function changes its input, and all except _identity() return new memory.
 #
-# The collectives that they call stand on the upper floor. all_reduce(), reduce_scatter_single(),
-# all_gather_single() and all_to_all_single() have the results of ring_all_reduce() and the three
-# plain forms after it, for tensors of any strides, and choose the quickest algorithm.
+# They call all_reduce(), reduce_scatter_single(), all_gather_single() and all_to_all_single() of
+# the upper floor, which have the results of ring_all_reduce() and of the three plain forms above.
+# The full ones are faster, and take tensors of any strides.
 
 
 def _identity(x, group):
@@ -669,14 +724,15 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
 def observe(listener):
     """Call listener(event, operation, ...) for operations begun in the block, and for their waits:
 
-    begin                     at the start of the call, in the caller's thread
+    begin                     once the call has checked its arguments, in the caller's thread
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
     backend                   before the backend's own collective runs in their place
     end                       on completion (on NCCL: launch) or failure
 
     Events after "begin" may come from another thread. A wait() is an operation, too. With
     async_op=False an operation blocks its caller from begin to end. An asynchronous exchange() ends
-    in its wait().
+    in its wait(), or where posting its messages fails. On the upper floor, an operation also has
+    the rank, world_size and ranks of its group.
     """
     _LISTENERS.append(listener)
     try:
@@ -721,190 +777,111 @@ def count_bytes():
 
 # ---- from a call to the wire ---------------------------------------------------------------------
 #
-# A call of a collective goes through these functions, each of which calls the one below it:
+# A group's collectives run one by one, and read their inputs when their turn comes. Those with
+# async_op, and those that are called while others are pending, go to the group's queue. For gloo
+# it is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA stream, whose
+# kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
+# exchange() starts once the pending collectives are done; later collectives do not wait for it.
 #
-#     all_gather_single(output, input)   makes an Operation, and a function that makes generators
+# A call of a collective goes through these functions, each of which calls the one below it. In an
+# idle group, and for contiguous tensors that are not cut into segments, they do what plain_run()
+# does with one algorithm.
+#
+#     all_gather_single(output, input)   makes a Work, and a plan, which returns the algorithms
 #       launch()                         at once, or in the group's queue if others are pending
-#         Operation.complete()           tells listeners of the end, also if it is an error
+#         work.complete()                tells listeners of the end, also if it is an error
 #           queue.run()                  in the caller's thread or stream; submit(): in the queue's
 #             run(), in launch()         makes inputs contiguous, and copies results back
 #               take_turns()             does what plain_run() does, for several segments at once
-#                 Operation.post()       does what plain_exchange() does, but does not wait
+#                 post()                 does what plain_exchange() does, but does not wait
 #                   group.send()         and group.recv(), which are torch's; NCCL: post_batch()
 
 
-def launch(operation, algorithms, outputs, inputs=(), backend=None):
-    """Run an operation in its turn. Return it if it is asynchronous.
+def launch(work, plan, outputs, inputs=(), backend=None):
+    """Run a collective in its turn. Return its Work if it is asynchronous.
 
-    algorithms: a function of all outputs and inputs, flat, which returns a generator per segment
+    plan: a function of all outputs and inputs, flat, which returns a list of algorithms: one for
+        each segment, where a long tensor is cut into several
     backend: a function of the same tensors, which calls the backend's own collective
     """
     tensors = (*outputs, *inputs)
 
     def run():
         flat = [flat_memory(tensor) for tensor in tensors]
-        if backend and operation.members.by_backend:
+        if backend and work.members.uses_backend:
             backend(*flat)
         else:
-            take_turns(algorithms(*flat), operation)
-        if operation.op == ReduceOp.AVG and outputs:  # flat[0] is the sum
-            flat[0].div_(operation.world_size)
+            take_turns(plan(*flat), work)
+        if work.op == ReduceOp.AVG and outputs:  # flat[0] is the sum
+            flat[0].div_(work.world_size)
         for output, result in zip(outputs, flat):
             if not is_memory(output):  # then the result is in a copy
                 output.detach().copy_(result.view(output.shape))
 
-    queue = operation.queue
-    if operation.async_op and operation.world_size > 1:
-        queue.last = operation.pending = queue.submit(partial(operation.complete, run), tensors)
-    elif queue.last.is_completed():
-        operation.complete(partial(queue.run, run))
+    queue = work.queue
+    work.tell("begin")
+    if work.async_op and work.world_size > 1:
+        queue.last = work.pending = queue.submit(partial(work.complete, run), tensors)
+    elif queue.last.is_completed():  # nothing is pending, so its turn has come
+        work.complete(partial(queue.run, run))
     else:
         queue.last = queue.submit(run, tensors)
-        operation.complete(queue.last.finish)
-    return operation if operation.async_op else None
+        work.complete(queue.last.finish)
+    return work if work.async_op else None
+
+
+def flat_memory(tensor):
+    """Return the tensor, flat and without its graph, or a copy if is_memory() is false."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
 
 
 # A task in a queue: finish() waits for it, and is_completed() tells whether it has ended.
 Pending = namedtuple("Pending", "finish is_completed")
 DONE = Pending(lambda: None, lambda: True)
 
-MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
 
+class Work(Operation):
+    """An operation that takes its turn in a group, and can be waited for if it is asynchronous.
 
-class Operation:
-    """One call of a collective, of exchange(), or of wait() for one of these.
-
-    name: "all_reduce", "exchange" ..., or "wait"; of: the Operation that a "wait" waits for
-    group, rank, world_size, ranks: the process group, and what its Membership says
-    root: the group rank that a broadcast or scatter starts from, or where a reduce or gather ends
-    pending: what wait() finishes, if async_op; listeners: the functions that tell() calls
+    place: (rank, world_size) in the group; ranks: the global ranks of the group's members
+    members: the group's Membership; queue: the one for the tensor's device
+    op: the ReduceOp of a reduction; pending: what wait() finishes
     """
 
     pending = DONE
 
-    def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
-        """tensor: its device picks the queue; root: (src, group_src) or (dst, group_dst)."""
-        self.name = name
+    def __init__(self, name, group, tensor=None, async_op=False, op=None):
+        super().__init__(name, group)
         self.async_op = async_op
         self.op = op
-        self.of = of
-        self.group = group or dist.group.WORLD
         self.members = membership(self.group, name)
         self.place = self.members.place
         self.rank, self.world_size = self.place
         self.ranks = self.members.ranks
         self.queue = self.members.queue_for(self.group, tensor)
-        self.root = None if root is None else self.find_root(*root)
-        self.listeners = of.listeners if of else tuple(_LISTENERS)
-        self.tell("begin")
 
     def wait(self):
         """Wait for the operation, or raise its error. On NCCL only the current stream waits.
 
         Listeners hear of the wait as of an operation of its own.
         """
-        Operation("wait", self.group, of=self).complete(self.pending.finish)
+        waiting = Work("wait", self.group)
+        waiting.of = self
+        waiting.listeners = self.listeners
+        waiting.tell("begin")
+        waiting.complete(self.pending.finish)
         self.pending = DONE  # let go of the tensors
 
     def is_completed(self):
         """Return whether the operation has completed or failed; False for a pending exchange()."""
         return self.pending.is_completed()
 
-    def tell(self, event, *messages):
-        for listener in self.listeners:
-            listener(event, self, *messages)
-
     def complete(self, task):
+        """Run the task that the operation consists of, and tell listeners of its end."""
         try:
             task()
         finally:
             self.tell("end")
-
-    def post(self, sends, receives):
-        """Begin a batch of messages [(tensor, peer)]. Return a function that waits for them.
-
-        The function holds their tensors.
-        """
-        sends = [message for message in sends if message[0].numel()]
-        receives = [message for message in receives if message[0].numel()]
-        if not sends and not receives:
-            return lambda: None
-        if max(len(sends), len(receives)) > MOST_PEERS:
-            first = self.post(sends[:MOST_PEERS], receives[:MOST_PEERS])
-            others = self.post(sends[MOST_PEERS:], receives[MOST_PEERS:])
-            return lambda: [first(), others()]
-        self.tell("post", sends, receives)
-        if (receives or sends)[0][0].is_cuda and not self.queue.on_nccl:
-            return self.post_through_host(sends, receives)
-        return partial(self.await_works, self.begin(sends, receives))
-
-    def begin(self, sends, receives):
-        """Post messages: to NCCL in one batch, to gloo one by one. Return [(messages, torch Work)].
-
-        dist.isend() and dist.irecv() would take the host twice as long as the group's own methods.
-        """
-        works = []
-        try:
-            if self.queue.on_nccl:
-                posted = receives + sends
-                works.append((posted, post_batch(self.group, sends, receives)))
-                return works
-            for call, messages in (self.group.recv, receives), (self.group.send, sends):
-                for tensor, peer in messages:
-                    posted = [(tensor, peer)]
-                    works.append((posted, call([tensor], peer, TAG)))
-            return works
-        except RuntimeError as error:
-            raise self.lost(posted, error) from error
-
-    def await_works(self, works):
-        for messages, work in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self.lost(messages, error) from error
-
-    def lost(self, messages, error):
-        """Return an error that names the messages' peers."""
-        peers = " or ".join(str(self.ranks[peer]) for peer in sorted({p for _, p in messages}))
-        where = f"{self.name} in the group of ranks {self.ranks}: rank {self.ranks[self.rank]}"
-        return RuntimeError(f"{where} lost rank {peers}: {error}")
-
-    def post_through_host(self, sends, receives):
-        """Send copies in pinned host memory, since gloo cannot send CUDA memory."""
-        pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
-        arriving = [(pinned(tensor), peer) for tensor, peer in receives]
-        leaving = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
-        works = self.begin(leaving, arriving)
-
-        def finish():
-            self.await_works(works)
-            for (tensor, _), (buffer, _) in zip(receives, arriving):
-                tensor.copy_(buffer)
-
-        return finish
-
-    def find_root(self, global_rank, group_rank):
-        """Return the group rank of the root, given as either rank. The default is global rank 0."""
-        if group_rank is None:
-            global_rank = global_rank or 0
-            if global_rank not in self.ranks:
-                ranks = f"the group's ranks {self.ranks}"
-                raise ValueError(f"src or dst={global_rank} is not among {ranks}")
-            return self.ranks.index(global_rank)
-        given = f"group_src or group_dst={group_rank}"
-        if global_rank is not None:
-            raise ValueError(f"{self.name} got {given} besides src or dst={global_rank}")
-        if not 0 <= group_rank < self.world_size:
-            raise ValueError(f"{given} is not a rank of a group of {self.world_size}")
-        return group_rank
-
-    def by_backend(self, *tensors, **options):
-        """Run the backend's own collective. For AVG it sums, since launch() divides."""
-        self.tell("backend")
-        if self.op is not None:
-            options["op"] = ReduceOp.SUM if self.op == ReduceOp.AVG else self.op
-        backend_function(self.name)(*tensors, group=self.group, **options)
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -915,74 +892,123 @@ def exchange(sends, receives, group=None, async_op=False):
 
     Pending collectives of the group complete first. On gloo a message larger than its receiver's
     tensor aborts the process. A RuntimeError names the failed peer. With async_op=True this returns
-    an Operation to wait() for. Otherwise it returns when the messages are complete, or on NCCL when
-    the current stream has been told to wait for them.
+    a Work to wait() for. Otherwise it returns when the messages are complete, or on NCCL when the
+    current stream has been told to wait for them.
     """
+    require_memory(sends, receives)
     tensor = (sends or receives)[0][0] if sends or receives else None
-    require_memory(sends, receives)
-    operation = Operation("exchange", group, tensor, async_op)
-    with suppress(Exception):  # an error of a pending collective is raised by its own wait()
-        operation.queue.last.finish()
-    task = partial(operation.queue.run, operation.post(sends, receives))
-    if not async_op:
-        return operation.complete(task)
-    operation.pending = Pending(partial(operation.complete, task), is_completed=lambda: False)
-    return operation
-
-
-@contextmanager
-def reported(name, sends, receives, group):
-    """Check messages that the block sends and receives, and tell listeners of them."""
-    require_memory(sends, receives)
-    operation = Operation(name, group)
-    operation.tell("post", sends, receives)
+    work = Work("exchange", group, tensor, async_op)
+    work.tell("begin")
     try:
-        yield
-    finally:
-        operation.tell("end")
+        with suppress(Exception):  # an error of a pending collective is raised by its own wait()
+            work.queue.last.finish()
+        finish = post(work, sends, receives)
+    except BaseException:
+        work.tell("end")
+        raise
+    task = partial(work.complete, partial(work.queue.run, finish))
+    if not async_op:
+        return task()
+    work.pending = Pending(task, is_completed=lambda: False)
+    return work
 
 
-def is_memory(tensor):
-    """Return whether a message can hold the tensor as it lies in memory: without gaps, in order.
+MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
 
-    PyTorch conjugates and negates some tensors only when they are read.
+
+def post(work, sends, receives):
+    """Begin a batch of messages [(tensor, peer)]. Return a function that waits for them.
+
+    The function holds their tensors.
     """
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    sends = [message for message in sends if message[0].numel()]
+    receives = [message for message in receives if message[0].numel()]
+    if not sends and not receives:
+        return lambda: None
+    if max(len(sends), len(receives)) > MOST_PEERS:
+        first = post(work, sends[:MOST_PEERS], receives[:MOST_PEERS])
+        others = post(work, sends[MOST_PEERS:], receives[MOST_PEERS:])
+        return lambda: (first(), others())
+    work.tell("post", sends, receives)
+    if (receives or sends)[0][0].is_cuda and not work.queue.on_nccl:
+        return _post_through_host(work, sends, receives)
+    return partial(_await, work, _begin(work, sends, receives))
 
 
-def require_memory(sends, receives):
-    """Raise ValueError if is_memory() is false for a tensor of these messages."""
-    for tensor, peer in (*sends, *receives):
-        if not is_memory(tensor):
-            what = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-            view = ", conjugated or negated" if tensor.is_contiguous() else ""
-            raise ValueError(f"a message to or from rank {peer} is a view of {what}{view}")
+def _begin(work, sends, receives):
+    """Post messages: to NCCL in one batch, to gloo one by one. Return [(torch's Work, messages)].
+
+    dist.isend() and dist.irecv() would take the host twice as long as the group's own methods.
+    """
+    group = work.group
+    begun = []
+    posted = receives + sends  # what the call that raises an error was to post
+    try:
+        if work.queue.on_nccl:
+            return [(post_batch(group, sends, receives), posted)]
+        for call, messages in (group.recv, receives), (group.send, sends):
+            for tensor, peer in messages:
+                posted = [(tensor, peer)]
+                begun.append((call([tensor], peer, TAG), posted))
+    except RuntimeError as error:
+        raise _lost(work, posted, error) from error
+    return begun
 
 
-def flat_memory(tensor):
-    """Return the tensor, flat and without its graph, or a copy if is_memory() is false."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
+def post_batch(group, sends, receives):
+    """Post a batch to NCCL and return torch's Work, faster than batch_isend_irecv() does."""
+    device = (receives or sends)[0][0].device
+    group._start_coalescing(device)
+    for call, messages in (group.recv, receives), (group.send, sends):
+        for tensor, peer in messages:
+            if tensor.is_complex():  # NCCL has no complex numbers
+                tensor = torch.view_as_real(tensor)
+            call([tensor], peer, 0)
+    return group._end_coalescing(device)
+
+
+def _await(work, begun):
+    """Wait for what _begin() has returned."""
+    for theirs, messages in begun:
+        try:
+            theirs.wait()
+        except RuntimeError as error:
+            raise _lost(work, messages, error) from error
+
+
+def _lost(work, messages, error):
+    """Return an error that names the messages' peers."""
+    peers = " or ".join(str(work.ranks[peer]) for peer in sorted({peer for _, peer in messages}))
+    where = f"{work.name} in the group of ranks {work.ranks}: rank {work.ranks[work.rank]}"
+    return RuntimeError(f"{where} lost rank {peers}: {error}")
+
+
+def _post_through_host(work, sends, receives):
+    """Send copies in pinned host memory, since gloo cannot send CUDA memory."""
+    pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
+    arriving = [(pinned(tensor), peer) for tensor, peer in receives]
+    leaving = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
+    begun = _begin(work, leaving, arriving)
+
+    def finish():
+        _await(work, begun)
+        for (tensor, _), (buffer, _) in zip(receives, arriving):
+            tensor.copy_(buffer)
+
+    return finish
 
 
 # ---- a group and its queue -----------------------------------------------------------------------
-#
-# A group's collectives run one by one, and read their inputs when their turn comes. Those with
-# async_op, and those that are called while others are pending, go to the group's queue. For gloo
-# it is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA stream, whose
-# kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
-# exchange() starts once the pending collectives are done; later collectives do not wait for it.
 
-# _MEMBERSHIPS is global because no attribute can be set on a process group, and _LISTENERS because
-# autograd may call collectives in its own threads, which do not see the caller's context variables.
-_MEMBERSHIPS = weakref.WeakKeyDictionary()  # process group -> Membership
-_LISTENERS = []  # the listener of every observe() that is open
+# {process group: its Membership}. It is global because no attribute can be set on a process group.
+_MEMBERSHIPS = weakref.WeakKeyDictionary()
 
 
 class Membership:
     """What this rank knows about a process group. It is made once per group.
 
     place: (this rank in the group, the group's size); ranks: the global ranks of its members
-    ranks_per_node: see set_ranks_per_node(); by_backend: see set_backend_collectives()
+    ranks_per_node: see set_ranks_per_node(); uses_backend: see set_backend_collectives()
     queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
     device: where barrier() and gather_objects() make their tensors; the CPU if the group has gloo
     """
@@ -991,7 +1017,7 @@ class Membership:
         self.place = rank_and_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         self.ranks_per_node = len(self.ranks)
-        self.by_backend = False
+        self.uses_backend = False
         self.queues = {}
         self.thread = _Thread(group)
         self.device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
@@ -1014,28 +1040,19 @@ def membership(group, caller):
     return _MEMBERSHIPS.get(group) or Membership(group)
 
 
-def post_batch(group, sends, receives):
-    """Post a batch to NCCL and return its torch Work, faster than batch_isend_irecv() does."""
-    device = (receives or sends)[0][0].device
-    group._start_coalescing(device)
-    for call, messages in (group.recv, receives), (group.send, sends):
-        for tensor, peer in messages:
-            if tensor.is_complex():  # NCCL has no complex numbers
-                tensor = torch.view_as_real(tensor)
-            call([tensor], peer, 0)
-    return group._end_coalescing(device)
-
-
 class _Stream:
     """The queue of a group on NCCL: a CUDA stream, made once since torch's pool holds only 32."""
 
     on_nccl = True
-    window = 2  # segments under way: one is summed while one travels
+    window = 2  # segments under way: one is summed while the other one travels
     last = DONE  # the last task that was submitted
-    AHEAD = 5  # operations that the host may launch before the device has done them
+    # The operations that the host may launch before the device has done them. With 5, the peak of
+    # ZeRO-3 is within 15% of what its tensors take.
+    AHEAD = 5
 
     def __init__(self):
-        self.stream = torch.cuda.Stream(priority=-1)  # for sums; NCCL has one for messages
+        # Sums go before the kernels of a backward pass. NCCL has its own stream for messages.
+        self.stream = torch.cuda.Stream(priority=-1)
         self.launched = deque()  # (event, tensors held until the device passes it)
 
     def run(self, task, held=()):
@@ -1072,15 +1089,15 @@ class _Thread:
     """The queue of a group on gloo: a thread that ends when the group or Python does."""
 
     on_nccl = False
-    window = 4  # segments under way
+    window = 4  # segments under way: with 3, of 1 MB, 8 to 64 MB took up to 1.6 times gloo's time
     last = DONE  # the last task that was submitted
 
     def __init__(self, group):
         self.tasks = SimpleQueue()
-        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread = threading.Thread(target=self.run_tasks, daemon=True)
         weakref.finalize(group, self.end)
 
-    def work(self):
+    def run_tasks(self):
         schedule_as_batch("SCHED_OTHER")  # a batch thread would not preempt the one that wakes it
         for task, inference, future in iter(self.tasks.get, None):
             try:
@@ -1093,10 +1110,13 @@ class _Thread:
             del task, future  # they hold the group, and after an error the tensors
 
     def end(self):
-        """End the thread. A thread that returns from C++ after Python's end aborts the process."""
+        """End the thread. A thread that returns from C++ after Python's end aborts the process.
+
+        If a peer hangs, the thread may wait until the group's timeout, and Python's end only 30 s.
+        """
         self.tasks.put(None)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
-            self.thread.join(30)  # seconds
+            self.thread.join(30)
 
     def run(self, task):
         task()
@@ -1123,11 +1143,11 @@ class _Thread:
 NCCL_STEP_BYTES = 1 << 22  # a batch takes the host 60 us, in which 400 Gbit/s carry 3 MB
 GLOO_STEP_BYTES = 1 << 17  # a step takes 0.1 ms, and a machine's memory carries 1 to 2 GB/s
 GLOO_STEP_BYTES_BETWEEN_NODES = 1 << 14  # 0.1 ms at 1 Gbit/s
-ONE_STEP_BYTES = 1 << 16  # NCCL in one node: shorter tensors take 1 step in place of direct's 2
+ONE_STEP_BYTES = 1 << 16  # NCCL in one node: shorter tensors take naive's 1 step, not direct's 2
 LONG_BYTES = 1 << 21  # gloo: longer tensors take segments, which fit a core's cache
 
 
-@lru_cache(1 << 12)
+@lru_cache(1 << 12)  # the sizes of a training step recur in the next one
 def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
     """Return the name of the quickest algorithm for an all-reduce, or for one of its 2 phases."""
     nodes = world_size // ranks_per_node
@@ -1136,10 +1156,10 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
     names = ["ring"]
     if 1 < nodes < world_size:
         names.append("hierarchical")
-    if on_nccl or nbytes < LONG_BYTES:
+    if on_nccl or nbytes < LONG_BYTES:  # long ones on gloo are cut into segments
         if phases == 2:
             names += ["recursive_doubling", "halving_doubling"]
-        elif world_size.bit_count() == 1:
+        elif world_size.bit_count() == 1:  # a power of two
             names.append("halving_doubling")
         elif not on_nccl:
             names.append("direct")
@@ -1174,16 +1194,16 @@ def set_ranks_per_node(ranks_per_node, group=None):
 # direct on NCCL 128 MB.
 
 SEGMENT = 1 << 21  # gloo: bytes of a chunk that travel in one message; 1 MB was up to 1.6x slower
-DIRECT_BYTES = 1 << 26  # NCCL: the longest segment of a full tensor
+DIRECT_BYTES = 1 << 26  # NCCL: the longest segment of a full tensor; its parts take as much scratch
 
 
-def choose_segments(operation, nbytes, phases=1, name="auto"):
-    """Return (name, number of segments, keyword arguments) of an operation's algorithm."""
-    P = operation.world_size
-    on_nccl = operation.queue.on_nccl
-    ranks_per_node = operation.members.ranks_per_node
+def choose_segments(work, nbytes, phases=1, name="auto"):
+    """Return (name, number of segments, keyword arguments) of a collective's algorithm."""
+    P = work.world_size
+    on_nccl = work.queue.on_nccl
+    ranks_per_node = work.members.ranks_per_node
     if name == "auto" or P == 1:
-        name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
+        name = choose(nbytes, P, ranks_per_node, on_nccl, phases=phases)
     options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
     if "doubling" in name or name == "naive" or (name == "ring" and on_nccl):
         # on gloo choose() takes these only for short tensors; on NCCL segments would gain little
@@ -1192,15 +1212,15 @@ def choose_segments(operation, nbytes, phases=1, name="auto"):
     return name, max(1, math.ceil(nbytes / segment_bytes)), options
 
 
-def take_turns(algorithms, operation):
+def take_turns(segments, work):
     """Run the algorithms of all segments. The one that posted its messages first continues first.
 
     All ranks keep this order, so each receives messages in the order in which its peer sends them.
     """
-    waiting = deque(algorithms)
+    waiting = deque(segments)
     under_way = deque()  # (algorithm, function that waits for its messages)
     while waiting or under_way:
-        if waiting and len(under_way) < operation.queue.window:
+        if waiting and len(under_way) < work.queue.window:
             algorithm = waiting.popleft()
         else:
             algorithm, wait = under_way.popleft()
@@ -1208,7 +1228,7 @@ def take_turns(algorithms, operation):
             wait = None  # frees the batch's tensors
         step = next(algorithm, None)
         if step is not None:
-            under_way.append((algorithm, operation.post(*step)))
+            under_way.append((algorithm, post(work, *step)))
             step = None
 
 
@@ -1226,7 +1246,7 @@ _REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
 class Reduction:
     """What algorithms call as combine(a, b, out=...), for a ReduceOp.
 
-    rows: reduces a matrix's rows, by rows(matrix, 0, out=...)
+    rows: reduces the rows of a matrix, by rows(matrix, 0, out=...)
     scratch: matrices whose rows have been reduced, which the operation's next segments reuse
     """
 
@@ -1241,24 +1261,46 @@ class Reduction:
     def __call__(self, a, b, out):
         return self.pair(a, b, out=out)
 
-    def reduce_at_once(self, chunks, output, rank):
-        """Do what _direct_reduce_scatter() does. One kernel reads each element and rounds once."""
-        unit = ALIGNMENT // output.itemsize
-        longest = (len(output) // unit + 2) * unit  # _cut() makes some segments one unit longer
-        matrix = self.scratch.pop() if self.scratch else output.new_empty(len(chunks), longest)
-        rows = matrix[:, : len(output)]  # row r: from rank r
-        yield from _pairwise(chunks, rows.unbind(), rank)
-        rows[rank].copy_(chunks[rank])
-        self.rows(rows, 0, out=output)
-        self.scratch.append(matrix)  # NCCL writes there only after the kernel has read it
+
+# On a GPU each kernel reads and writes memory, and costs the host a launch. So direct does not add
+# P parts by P-1 kernels there. It receives them as the rows of a matrix, which one kernel reduces.
+
+
+def _reduce_at_once(chunks, output, combine, rank):
+    """Do what _direct_reduce_scatter() does with a single kernel, which rounds once."""
+    if len(chunks) == 1:
+        output.copy_(chunks[0])
+        return
+    unit = ALIGNMENT // output.itemsize
+    longest = (len(output) // unit + 2) * unit  # _cut() makes some segments one unit longer
+    matrix = combine.scratch.pop() if combine.scratch else output.new_empty(len(chunks), longest)
+    rows = matrix[:, : len(output)]  # row r: from rank r
+    yield from _pairwise(chunks, rows.unbind(), rank)
+    rows[rank].copy_(chunks[rank])
+    combine.rows(rows, 0, out=output)
+    combine.scratch.append(matrix)  # NCCL writes there only after the kernel has read it
+
+
+_PHASES_ON_GPU = _PHASES | {
+    "direct": (_reduce_at_once, _direct_all_gather),
+    "hierarchical": (
+        partial(_hierarchical_reduce_scatter, direct=_reduce_at_once),
+        _hierarchical_all_gather,
+    ),
+}
+
+
+def phases_for(tensor):
+    """Return {name: (reduce-scatter, all-gather)} for tensors on this tensor's device."""
+    return _PHASES_ON_GPU if tensor.is_cuda else _PHASES
 
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
-# Each call makes an Operation, checks its tensors, and passes launch() a function that makes the
-# generators. With async_op=True it returns the Operation, to wait() for. The root is src or dst, a
-# global rank, or group_src or group_dst, a rank of the group. By default it is global rank 0 (in
-# PyTorch, broadcast() and reduce() have no default).
+# Each call makes a Work, checks its tensors, and passes launch() a plan. With async_op=True it
+# returns the Work, to wait() for. The root is src or dst, a global rank, or group_src or group_dst,
+# a rank of the group. By default it is global rank 0 (in PyTorch, broadcast() and reduce() have no
+# default).
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
@@ -1270,37 +1312,40 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     if algorithm not in ("auto", "naive", "recursive_doubling", *_PHASES):
         raise ValueError(f"{algorithm=} is none of the names in the module's docstring")
     combine = Reduction(op, tensor.dtype)
-    operation = Operation("all_reduce", group, tensor, async_op, op)
-    rank, P = operation.place
+    work = Work("all_reduce", group, tensor, async_op, op)
+    rank, P = work.place
     inputs = [] if output is None else [tensor]
     output = tensor if output is None else output
     check_fits(output, tensor, output.numel(), tensor.numel())
 
-    def algorithms(output, input=None):
-        name, segments, options = choose_segments(operation, output.nbytes, 2, algorithm)
-        outputs = _cut(output, segments, P)
-        inputs = outputs if input is None else _cut(input, segments, P)
-        parts = zip(outputs, inputs)
-        return [_all_reduce(name, *part, combine, rank, P, **options) for part in parts]
+    def plan(output, input=None):
+        name, segments, options = choose_segments(work, output.nbytes, 2, algorithm)
+        table = phases_for(output)
+        outputs = _cut(output, segments, P * ALIGNMENT)  # so that chunks of segments are aligned
+        inputs = outputs if input is None else _cut(input, segments, P * ALIGNMENT)
+        return [
+            _all_reduce(name, *part, combine, rank, P, table, **options)
+            for part in zip(outputs, inputs)
+        ]
 
-    def by_backend(output, input=None):
+    def backend(output, input=None):
         if input is not None:
             output.copy_(input)
-        operation.by_backend(output)
+        call_backend(work, output)
 
-    return launch(operation, algorithms, [output], inputs, by_backend)
+    return launch(work, plan, [output], inputs, backend)
 
 
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `input` over the group. Rank r keeps chunk r in `output`, which is 1/P as long."""
     combine = Reduction(op, input.dtype)
-    operation = Operation("reduce_scatter_single", group, output, async_op, op)
-    rank, P = operation.place
+    work = Work("reduce_scatter_single", group, output, async_op, op)
+    rank, P = work.place
     check_fits(output, input, P * output.numel(), input.numel())
 
-    def algorithms(output, input):
-        name, segments, options = choose_segments(operation, input.nbytes)
-        reduce_scatter, _ = _PHASES[name]
+    def plan(output, input):
+        name, segments, options = choose_segments(work, input.nbytes)
+        reduce_scatter, _ = phases_for(output)[name]
         outputs = _cut(output, segments)
         parts = zip(*(_cut(chunk, segments) for chunk in input.chunk(P)))
         return [
@@ -1308,17 +1353,17 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
             for part, output in zip(parts, outputs)
         ]
 
-    return launch(operation, algorithms, [output], [input], operation.by_backend)
+    return launch(work, plan, [output], [input], partial(call_backend, work))
 
 
 def all_gather_single(output, input, group=None, async_op=False):
     """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
-    operation = Operation("all_gather_single", group, output, async_op)
-    rank, P = operation.place
+    work = Work("all_gather_single", group, output, async_op)
+    rank, P = work.place
     check_fits(output, input, output.numel(), P * input.numel())
 
-    def algorithms(output, input):
-        name, segments, options = choose_segments(operation, output.nbytes)
+    def plan(output, input):
+        name, segments, options = choose_segments(work, output.nbytes)
         _, all_gather = _PHASES[name]
         chunks = output.chunk(P)
         if chunks[rank].data_ptr() != input.data_ptr():
@@ -1326,7 +1371,7 @@ def all_gather_single(output, input, group=None, async_op=False):
         parts = zip(*(_cut(chunk, segments) for chunk in chunks))
         return [all_gather(part, rank, **options) for part in parts]
 
-    return launch(operation, algorithms, [output], [input], operation.by_backend)
+    return launch(work, plan, [output], [input], partial(call_backend, work))
 
 
 def all_gather(tensor_list, tensor, group=None, async_op=False):
@@ -1339,23 +1384,24 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     A rank sends its tensor P-1 times. Lengths may differ between ranks, but tensor r must have one
     length in every list. A rank checks only its own, and all dtypes.
     """
-    operation = Operation("all_gather", group, tensor, async_op)
-    rank, _ = operation.place
-    outputs = one_per_rank(operation, tensor_list)
+    work = Work("all_gather", group, tensor, async_op)
+    rank = work.rank
+    outputs = one_per_rank(work, tensor_list)
     lengths = [output.numel() for output in outputs]
     for r, output in enumerate(outputs):
         check_fits(output, tensor, lengths[r], tensor.numel() if r == rank else lengths[r])
 
-    def algorithms(*flat):
+    def plan(*flat):
         *chunks, input = flat
         chunks[rank].copy_(input)
         return [_direct_all_gather(chunks, rank)]
 
-    def by_backend(*flat):
-        operation.by_backend(list(flat[:-1]), flat[-1])
+    def backend(*flat):
+        *chunks, input = flat
+        call_backend(work, chunks, input)
 
     equal = len(set(lengths)) == 1  # gloo's own function takes no other lengths
-    return launch(operation, algorithms, outputs, [tensor], by_backend if equal else None)
+    return launch(work, plan, outputs, [tensor], backend if equal else None)
 
 
 def all_to_all_single(
@@ -1365,21 +1411,20 @@ def all_to_all_single(
 
     *_split_sizes: the number of rows (dim 0) in each rank's piece; None means equally many
     """
-    operation = Operation("all_to_all_single", group, output, async_op)
-    rank, P = operation.place
+    work = Work("all_to_all_single", group, output, async_op)
+    rank, P = work.place
     received = _split_sizes(output, output_split_sizes, P)
     sent = _split_sizes(input, input_split_sizes, P)
     check_fits(output, input, received[rank], sent[rank])
 
-    def algorithms(output, input):
+    def plan(output, input):
         outputs = output.split_with_sizes(received)
         inputs = input.split_with_sizes(sent)
         outputs[rank].copy_(inputs[rank])
         return [_pairwise(inputs, outputs, rank)]
 
     splits = {"output_split_sizes": received, "input_split_sizes": sent}
-    by_backend = partial(operation.by_backend, **splits)
-    return launch(operation, algorithms, [output], [input], by_backend)
+    return launch(work, plan, [output], [input], partial(call_backend, work, **splits))
 
 
 def _split_sizes(tensor, rows_of_ranks, world_size):
@@ -1394,24 +1439,23 @@ def _split_sizes(tensor, rows_of_ranks, world_size):
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     """Copy the root's `tensor` to every rank, in place."""
-    operation = Operation("broadcast", group, tensor, async_op, root=(src, group_src))
-    rank, P = operation.place
-    root = operation.root
-    algorithms = lambda flat: [_tree_broadcast(flat, rank, root, P)]
-    by_backend = partial(operation.by_backend, group_src=root)
-    return launch(operation, algorithms, [tensor], [], by_backend)
+    work = Work("broadcast", group, tensor, async_op)
+    rank, P = work.place
+    root = find_root(work, src, group_src)
+    plan = lambda flat: [_tree_broadcast(flat, rank, root, P)]
+    return launch(work, plan, [tensor], [], partial(call_backend, work, group_src=root))
 
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
     """Reduce `tensor` over the group into the root's tensor. The other ranks keep theirs."""
     combine = Reduction(op, tensor.dtype)
-    operation = Operation("reduce", group, tensor, async_op, op, root=(dst, group_dst))
-    rank, P = operation.place
-    root = operation.root
-    algorithms = lambda flat: [_tree_reduce(flat, combine, rank, root, P)]
+    work = Work("reduce", group, tensor, async_op, op)
+    rank, P = work.place
+    root = find_root(work, dst, group_dst)
+    plan = lambda flat: [_tree_reduce(flat, combine, rank, root, P)]
     if rank == root:
-        return launch(operation, algorithms, outputs=[tensor])
-    return launch(operation, algorithms, outputs=[], inputs=[tensor])
+        return launch(work, plan, outputs=[tensor])
+    return launch(work, plan, outputs=[], inputs=[tensor])
 
 
 def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
@@ -1419,12 +1463,12 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
 
     Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
     """
-    operation = Operation("scatter", group, tensor, async_op, root=(src, group_src))
-    rank, root = operation.rank, operation.root
-    inputs = list_of_root(operation, scatter_list, tensor)
-    algorithms = lambda output, *inputs: [_scatter(output, inputs, rank, root)]
-    by_backend = lambda output, *inputs: operation.by_backend(output, [*inputs], group_src=root)
-    return launch(operation, algorithms, [tensor], inputs, by_backend)
+    work = Work("scatter", group, tensor, async_op)
+    root = find_root(work, src, group_src)
+    inputs = list_of_root(work, root, scatter_list, tensor)
+    plan = lambda output, *inputs: [_scatter(output, inputs, work.rank, root)]
+    backend = lambda output, *inputs: call_backend(work, output, [*inputs], group_src=root)
+    return launch(work, plan, [tensor], inputs, backend)
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
@@ -1432,33 +1476,49 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
 
     Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
     """
-    operation = Operation("gather", group, tensor, async_op, root=(dst, group_dst))
-    rank, root = operation.rank, operation.root
-    outputs = list_of_root(operation, gather_list, tensor)
-    algorithms = lambda *flat: [_gather(flat[:-1], flat[-1], rank, root)]
-    by_backend = lambda *flat: operation.by_backend(flat[-1], [*flat[:-1]], group_dst=root)
-    return launch(operation, algorithms, outputs, [tensor], by_backend)
+    work = Work("gather", group, tensor, async_op)
+    root = find_root(work, dst, group_dst)
+    outputs = list_of_root(work, root, gather_list, tensor)
+    plan = lambda *flat: [_gather(flat[:-1], flat[-1], work.rank, root)]
+    backend = lambda *flat: call_backend(work, flat[-1], [*flat[:-1]], group_dst=root)
+    return launch(work, plan, outputs, [tensor], backend)
 
 
-def list_of_root(operation, tensors, like):
+def find_root(work, global_rank, group_rank):
+    """Return the group rank of the root, given as either rank. The default is global rank 0."""
+    if group_rank is None:
+        global_rank = global_rank or 0
+        if global_rank not in work.ranks:
+            ranks = f"the group's ranks {work.ranks}"
+            raise ValueError(f"src or dst={global_rank} is not among {ranks}")
+        return work.ranks.index(global_rank)
+    given = f"group_src or group_dst={group_rank}"
+    if global_rank is not None:
+        raise ValueError(f"{work.name} got {given} besides src or dst={global_rank}")
+    if not 0 <= group_rank < work.world_size:
+        raise ValueError(f"{given} is not a rank of a group of {work.world_size}")
+    return group_rank
+
+
+def list_of_root(work, root, tensors, like):
     """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
-    if operation.rank != operation.root:
+    if work.rank != root:
         if tensors:
-            got = f"{operation.name} got a list on rank {operation.rank} of the group"
-            raise ValueError(f"{got}; only the root, rank {operation.root}, has one")
+            got = f"{work.name} got a list on rank {work.rank} of the group"
+            raise ValueError(f"{got}; only the root, rank {root}, has one")
         return []
-    tensors = one_per_rank(operation, tensors)
+    tensors = one_per_rank(work, tensors)
     for tensor in tensors:
         check_fits(tensor, like, tensor.numel(), like.numel())
     return tensors
 
 
-def one_per_rank(operation, tensors):
+def one_per_rank(work, tensors):
     """Return the list of tensors, or raise ValueError unless it has one for each rank."""
     tensors = tensors or []
-    if len(tensors) != operation.world_size:
-        expected = f"world_size={operation.world_size}"
-        raise ValueError(f"{operation.name} got a list of {len(tensors)} tensors, not {expected}")
+    if len(tensors) != work.world_size:
+        expected = f"world_size={work.world_size}"
+        raise ValueError(f"{work.name} got a list of {len(tensors)} tensors, not {expected}")
     return tensors
 
 
@@ -1477,7 +1537,15 @@ def set_backend_collectives(group=None):
 
     Exceptions are reduce(), and all_gather() of unequal lengths, which gloo does not support.
     """
-    membership(group, "set_backend_collectives").by_backend = dist.get_world_size(group) > 1
+    membership(group, "set_backend_collectives").uses_backend = dist.get_world_size(group) > 1
+
+
+def call_backend(work, *tensors, **options):
+    """Call the backend's own collective in the place of ours. For AVG, launch() divides its sum."""
+    work.tell("backend")
+    if work.op is not None:
+        options["op"] = ReduceOp.SUM if work.op == ReduceOp.AVG else work.op
+    backend_function(work.name)(*tensors, group=work.group, **options)
 
 
 def backend_function(name):
@@ -1489,7 +1557,9 @@ def backend_function(name):
     return getattr(dist, name if hasattr(dist, name) else older[name])
 
 
-# ---- processes, objects --------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
+#
+# The collectives end here. What follows serves the demonstrations and the other files.
 
 
 def schedule_as_batch(policy="SCHED_BATCH"):
@@ -1519,6 +1589,9 @@ def _run_rank(rank, world_size, init_method, function):
     function()
     barrier()  # so that no rank closes connections that another still reads from
     dist.destroy_process_group()
+
+
+# ---- values that ranks compare -------------------------------------------------------------------
 
 
 def gather_objects(value, group=None):
@@ -1555,15 +1628,18 @@ def check_parameters(named, group=None):
                 raise ValueError(f"rank {rank} of the group has {line}, rank 0 has {expected}")
 
 
-# A deep copy of a module, such as torch's AveragedModel, works with the same groups. By itself,
-# copy.deepcopy() would try to copy their connections.
-dist.ProcessGroup.__deepcopy__ = lambda group, memo: group
-
-
 def ranks_in_both(group, other):
     """Return the global ranks that are in both groups."""
     groups = [membership(one, "ranks_in_both") for one in (group, other)]
     return set(groups[0].ranks).intersection(groups[1].ranks)
+
+
+# ---- modules of the other files ------------------------------------------------------------------
+
+# copy.deepcopy() of a module that has a group as an attribute, as torch's AveragedModel makes it,
+# keeps the group. By itself it would try to copy the connections, and fail. It is set on torch's
+# class so that it holds for any module, also the user's own.
+dist.ProcessGroup.__deepcopy__ = lambda group, memo: group
 
 
 def autocasted(x):

@@ -1,6 +1,7 @@
 """Collectives give exact sums of integers, and the gradients of one process; costs are counted."""
 
 import ast
+import copy
 import gc
 import inspect
 import io
@@ -227,6 +228,13 @@ def test_barrier_waits_for_the_last_rank(tmp_path):
         barrier()
         for other in range(P):
             assert (tmp_path / f"{late}.{other}").exists(), f"rank {rank} left before {other} came"
+
+
+@on_ranks(1)
+def test_a_deep_copy_of_a_module_keeps_its_group():
+    module = torch.nn.Linear(2, 2)
+    module.group = dist.group.WORLD
+    assert copy.deepcopy(module).group is dist.group.WORLD
 
 
 # ---- algorithms ---------------------------------------------------------------------------------
@@ -469,11 +477,9 @@ def test_on_a_gpu_a_chunk_is_reduced_by_one_kernel_that_rounds_once(P):
             combine.pair = None
             combine.rows = kernels = Mock(wraps=combine.rows)
             chunks = [everyone[P - 1]] * P
-            steps = collectives._direct_reduce_scatter(chunks, output, combine, P - 1)
-            with on_gpu():
-                for _, receives in steps:
-                    for tensor, peer in receives:
-                        tensor.copy_(everyone[peer])
+            for _, receives in collectives._reduce_at_once(chunks, output, combine, P - 1):
+                for tensor, peer in receives:
+                    tensor.copy_(everyone[peer])
             wide = torch.complex128 if dtype.is_complex else torch.float64
             error = (output.to(wide) - (exact := REDUCED[op](everyone.to(wide), 0))).abs()
             assert kernels.call_count == (P > 1)
@@ -484,6 +490,22 @@ def test_on_a_gpu_a_chunk_is_reduced_by_one_kernel_that_rounds_once(P):
                 if dtype.itemsize == 2:
                     bound += torch.finfo(dtype).eps / 2 * (exact.abs() + bound)
             assert (error <= bound).all()
+
+
+@on_ranks(4)
+def test_on_a_gpu_algorithms_that_add_all_parts_of_a_chunk_do_so_by_one_kernel():
+    full, shard, kernels = torch.ones(256), torch.ones(64), Mock(wraps=torch.sum)
+    set_ranks_per_node(2)
+    reductions = {ReduceOp.SUM: (torch.add, kernels)}
+    with as_on_nccl(), on_gpu(), patch.object(collectives, "_REDUCTIONS", reductions):
+        for name, count in ("naive", 1), ("direct", 1), ("hierarchical", 2), ("ring", 0):
+            kernels.reset_mock()
+            all_reduce(full, algorithm=name)
+            assert kernels.call_count == count, name
+        set_ranks_per_node(4)
+        reduce_scatter_single(shard, full)
+    assert kernels.call_count == 1
+    assert (full == 4**4).all() and (shard == 4**5).all()
 
 
 @on_ranks(6)
@@ -1077,6 +1099,28 @@ def test_a_listener_hears_the_events_of_operations_begun_inside_observe_in_order
         *("begin exchange 0", "post exchange 2", "begin wait 0", "end exchange 0", "end wait 0"),
         *("begin all_to_all_single 0", "begin wait 0", "end wait 0"),
     ]
+
+
+def test_an_operation_that_begins_also_ends_and_wrong_arguments_begin_none(one_of):
+    one_of(8)
+    x, heard = torch.ones(4), []
+    lost = Mock(side_effect=dist.DistBackendError("NCCL communicator was aborted"))
+    listen = lambda event, operation, *_: heard.append(f"{event} {operation.name}")
+    for words, call in [
+        ("output has 3", lambda: all_reduce(x, output=torch.ones(3))),
+        ("is not a rank", lambda: broadcast(x, group_src=8)),
+        ("is a view of", lambda: exchange([(x[::2], 1)], [])),
+        ("is a view of", lambda: plain_exchange([(x[::2], 1)], [])),
+        ("all_reduce .* lost rank", lambda: all_reduce(x)),
+        ("exchange .* lost rank", lambda: exchange([(x, 1)], [])),
+        ("exchange .* lost rank", lambda: exchange([(x, 1)], [], async_op=True)),
+    ]:
+        heard.clear()
+        with as_on_nccl(lost), observe(listen), pytest.raises(Exception, match=words):
+            call()
+        name, *is_lost = words.split(" .* ")
+        events = ("begin", "post", "end") if is_lost else ()
+        assert heard == [f"{event} {name}" for event in events]
 
 
 def _message(source, target, k):
