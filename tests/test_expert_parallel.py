@@ -220,10 +220,10 @@ def test_the_short_forms_and_the_full_dispatch_give_the_same_bits():
 
 @on_ranks(1, 2, 3)
 def test_the_plain_dispatch_gives_the_results_and_gradients_of_one_process():
-    """Ranks have 3, 0 and 5 tokens, which choose 3 of 2 P experts."""
+    """Ranks have 3, 5 and 0 tokens, which choose 3 of 2 P experts."""
     rank, P = rank_and_size()
     torch.manual_seed(shifted(0))
-    counts = [3, 0, 5][:P]
+    counts = [3, 5, 0][:P]
     N, D, E, k = sum(counts), 4, 2 * P, min(3, 2 * P)
     experts = torch.rand(N, E).argsort(1)[:, :k]
     shapes = (N, D), (N, k), (E, D, D)
