@@ -560,7 +560,7 @@ class Experts(nn.Module):
         self.activation = activation or nn.GELU(approximate="tanh")
 
     def forward(self, x, sizes, sizes_on_device):
-        """Apply each expert to its rows of x, (M, D). See `compute` of dispatch_and_combine()."""
+        """Apply each expert to its rows of x, (M, D). See `compute` of plain_dispatch()."""
         w_in = self.w_in.to(x.dtype)
         w_out = self.w_out.to(x.dtype)
         # F.grouped_mm() is fast in bfloat16. Row lengths must be multiples of 8 (16 bytes).
@@ -657,7 +657,8 @@ def carry(plan, x, compute, weights=None, shared=None, others=()):
     if shared is not None and not plan.overlaps:
         shared_y = shared(x)  # is computed while the host waits for counts
     parts = []
-    for part, own in zip(plan.parts(), zip(*map(plan.divided, (x, *others)))):
+    divided = [plan.divided(tensor) for tensor in (x, *others)]
+    for part, own in zip(plan.parts(), zip(*divided)):  # the host waits here, for the counts
         part.begin_dispatch(*own)
         parts.append(part)
     if shared is not None and plan.overlaps:

@@ -317,11 +317,11 @@ class Schedule(list):
                 self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
 
     def before(self, action, rank):
-        """Return the transfers that must have arrived when an action begins: one, or none."""
+        """Return a list of what must have arrived when an action begins: what it needs, if any."""
         return [self.needed[action, rank]] if (action, rank) in self.needed else []
 
     def after(self, action, rank):
-        """Return the transfers that can leave when an action ends: one, or none."""
+        """Return a list of what can leave when an action ends: what it makes, if any."""
         return [self.made[action, rank]] if (action, rank) in self.made else []
 
     def singles_and_pairs(self, rank):
@@ -1239,7 +1239,7 @@ class PairedSchedule(Schedule):
         self.forwards = {(backward, rank): forward for (forward, rank), backward in pairs.items()}
 
     def before(self, action, rank):
-        """Return what the inputs of both passes are for the F of a pair, and nothing for its B."""
+        """Before the F of a pair, what both passes need must have arrived; its B then goes on."""
         if (action, rank) in self.forwards:
             return []
         needed = super().before(action, rank)
@@ -1248,7 +1248,7 @@ class PairedSchedule(Schedule):
         return needed
 
     def after(self, action, rank):
-        """Return nothing for the F of a pair, and the results of both passes for its B."""
+        """Nothing leaves after the F of a pair; what both passes make leaves after its B."""
         if (action, rank) in self.pairs:
             return []
         made = super().after(action, rank)
