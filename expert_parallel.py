@@ -258,8 +258,8 @@ class MoE(nn.Module):
     def set_loss_scale(self, scale):
         """Multiply the balance loss and the z-loss by `scale` in later backward passes.
 
-        If a program calls backward() on a multiple of its loss, autograd gives all gradients this
-        factor, but the layer adds the gradients of its own losses, and has to be told:
+        Many programs call backward() on a multiple of their loss. The layer adds the gradients of
+        its own losses, which need the same factor, so it must be told:
 
             backward() on                               scale
             loss, or loss / n for n microbatches        1, or 1 / n
