@@ -33,7 +33,7 @@ Load Balancing", 2024. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
     torchrun --nproc-per-node 4 expert_parallel.py      bytes, and the error against one process
 """
 
-from collections import deque, namedtuple
+from collections import namedtuple
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -107,11 +107,70 @@ def switch_layer(x, router, compute, group=None):
 # ==== upper floor =================================================================================
 #
 # This is expert parallelism: a router's choice, and two all-to-alls around the experts. What
-# follows sends a token to k experts, of which a rank has several. It begins with the layer, MoE,
-# and goes on with what the layer rests on: the router and what keeps it balanced, the experts, and
-# the way of the tokens to the experts and back. On that way, the tokens can be divided into parts,
-# so that some travel while others are computed, and can go in two hops, so that a token crosses to
-# each node only once.
+# follows sends a token to k experts, of which a rank has several. plain_dispatch() does so in the
+# shortest way. A reader who wants the technique alone may stop after it. The rest:
+#
+#     the layer              MoE, the class to use
+#     the router             how it chooses, and what keeps it balanced
+#     the experts            their MLPs
+#     dispatch and combine   what plain_dispatch() does, with less memory and one wait
+#     rows under way         tokens divided into parts, of which some travel while others compute
+#     two hops               a way in which a token crosses to each node only once
+
+# ---- k experts per token -------------------------------------------------------------------------
+#
+# A choice is a pair of a token and one of its k experts. One row travels for each choice. A rank
+# has G = E/P experts, and sorts the rows that it receives by expert. Here are four tokens on P = 2
+# ranks, with k = 2 and G = 2. So rank 0 has E0 and E1, and rank 1 has E2 and E3:
+#
+#            tokens and choices    sorted by expert  after all-to-all  grouped by expert
+#   rank 0   t0(E2 E0) t1(E0 E1) -> t0 t1 t1 | t0 -> t0 t1 t1 | t2 t3 -> E0: t0 t1 t2 t3  E1: t1
+#   rank 1   t2(E3 E0) t3(E2 E0) -> t2 t3 | t3 t2 -> t0 | t3 t2       -> E2: t0 t3        E3: t2
+#
+# The results return the same way, from the right to the left. Then a token's k results, weighted by
+# the router, are added up. In plain_dispatch(), rank 0 has
+#
+#     choices     2 0 0 1           the experts of its tokens. Choice i is one of token i // k
+#     order       1 2 3 0           the choices, sorted by expert
+#     token       0 1 1 0           whose rows they are
+#     sent        [2 1] [1 0]       rows for E0 and E1 of rank 0, and for E2 and E3 of rank 1
+#     received    [2 1] [2 0]       rows for E0 and E1 from rank 0, and from rank 1
+#     by_expert   0 1 3 4 2         the order that groups the rows t0 t1 t1 t2 t3 by expert
+#     sizes       4 1               the rows of E0 and of E1
+
+
+def plain_dispatch(x, experts, weights, num_experts, compute, group=None):
+    """Send each token to its k experts, and return the sums of their weighted results, (N, D).
+
+    x: (N, D), this rank's tokens. experts, weights: (N, k). Expert e is on rank e // G.
+    compute: compute(rows, sizes, sizes_on_device) applies this rank's G experts to (M, D) rows,
+        which are grouped by expert. Both sizes, a list and a tensor, are the experts' row counts.
+    Types: x, weights and parameters of experts V -> V.
+    """
+    _, world_size = rank_and_size(group)
+    num_local = num_experts // world_size
+    choices = experts.flatten()
+    sent = choices.bincount(minlength=num_experts).view(world_size, num_local)
+    received = all_to_all_in_group(sent, group=group)
+    rows_to = sent.sum(1).tolist()
+    rows_from = received.sum(1).tolist()
+    order = choices.argsort(stable=True)  # sorted by expert, so by rank, too
+    token = order // experts.shape[1]
+    rows = all_to_all_in_group(
+        x[token], output_split_sizes=rows_from, input_split_sizes=rows_to, group=group
+    )
+    # The rows of each rank have arrived sorted by expert, E0 E0 E1 | E0 E0 in the example.
+    local = torch.arange(num_local, device=x.device).repeat(world_size)
+    by_expert = local.repeat_interleave(received.flatten()).argsort(stable=True)
+    sizes = received.sum(0)
+    results = compute(rows[by_expert], sizes.tolist(), sizes)
+    results = results[by_expert.argsort()]  # in the order in which the rows arrived
+    results = all_to_all_in_group(
+        results, output_split_sizes=rows_to, input_split_sizes=rows_from, group=group
+    )
+    weighted = weights.flatten()[order].unsqueeze(1) * results
+    return weighted.new_zeros(x.shape).index_add(0, token, weighted)
+
 
 # ---- the layer -----------------------------------------------------------------------------------
 
@@ -119,23 +178,25 @@ def switch_layer(x, router, compute, group=None):
 class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
 
-    hidden, ffn_hidden, num_experts, top_k: D, the width of an expert, E and k.
-    capacity_factor: a limit for the tokens of an expert, see within_capacity(). None for no limit.
-    shared_experts: the number of experts that every token uses in addition.
-    activation, gated: see Experts. The activation must not have parameters.
-    router: further arguments of Router.
-
-    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0. The
-        layer does not return these losses, but backward adds their gradients.
-    loss_scale: a further factor of both losses, see set_loss_scale().
-    balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
-        losses are means over the tokens of the grid, which costs an all-reduce of E counts over
-        each group. By default, the grid is this rank alone.
-
-    tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dim 0, and the
-        results are gathered. With None, every rank has tokens of its own.
-    nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
-    parts: the number of parts in which tokens travel, see "rows under way".
+    The experts:
+        hidden, ffn_hidden, num_experts, top_k: D, the width of an expert, E and k.
+        activation, gated: see Experts. The activation must not have parameters.
+        shared_experts: the number of experts that every token uses in addition.
+    The router:
+        router: further arguments of Router.
+        capacity_factor: limits the tokens of an expert, see within_capacity(). None for no limit.
+        balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
+            The layer does not return these losses, but backward adds their gradients.
+        loss_scale: a further factor of both losses, see set_loss_scale().
+        balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp.
+            The losses are means over the tokens of the grid, which costs an all-reduce of E counts
+            over each group. By default, the grid is this rank alone.
+    The ranks:
+        group: the ranks over which the experts are spread.
+        tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dim 0, and
+            the results are gathered. With None, every rank has tokens of its own.
+        nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
+        parts: the number of parts in which tokens travel, see "rows under way".
 
     Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
     router are equal, and no two experts are: each rank draws all of them and keeps its own.
@@ -144,24 +205,23 @@ class MoE(nn.Module):
     can compute meanwhile: see Turns in pipeline.py. All ranks of `group` must have the same parts,
     and a hand_over that posts the same messages, if it posts any.
 
-    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
-    router and of the shared experts are R: the gradients of their copies must be summed.
-
     Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
     dropped, and this rank's parts of the two losses. After a step the caller sums the tallies over
     the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the tally to 0.
     The tally moves to the device of x in forward, so read the attribute anew in each step. Padding
     is routed, counted and takes room like any token; leave it out of x if it should not.
 
+    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
+    router and of the shared experts are R: the gradients of their copies must be summed.
+
     Raises ValueError if P does not divide num_experts, or if capacity_factor or parts is not
     positive.
     """
 
     def __init__(
-        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None,
-        capacity_factor=None, shared_experts=0, balance_coefficient=0.0, z_coefficient=0.0,
-        loss_scale=1.0, balance_groups=(), nodes=None, activation=None, gated=False, parts=1,
-        **router,
+        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None, *,
+        nodes=None, parts=1, activation=None, gated=False, shared_experts=0, capacity_factor=None,
+        balance_coefficient=0.0, z_coefficient=0.0, loss_scale=1.0, balance_groups=(), **router,
     ):
         super().__init__()
         rank, world_size = rank_and_size(group)
@@ -196,18 +256,22 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def set_loss_scale(self, scale):
-        """Replace loss_scale by `scale`, a number or a scalar tensor, in later backward passes.
+        """Multiply the balance loss and the z-loss by `scale` in later backward passes.
 
-        It multiplies the balance loss and the z-loss, and should be what a program multiplies the
-        main loss by, which autograd cannot tell the layer. Without microbatches and a GradScaler
-        that is 1. With n microbatches it is 1 / n if gradients are summed over the grid of
-        balance_groups, and R / n if they are averaged over R of its ranks. If it changes, call this
-        for each layer before backward(). The scale is copied; if it is a tensor on the layer's
-        device, the host does not wait. With a GradScaler, and with n microbatches that call
-        backward() on loss / n:
+        Many programs call backward() on a multiple of their loss. The layer adds the gradients of
+        its own losses, which need the same factor, so it must be told:
 
-            one = torch.ones((), device=x.device)
-            layer.set_loss_scale(scaler.scale(one) / n)
+            backward() on                               scale
+            loss, or loss / n for n microbatches        1, or 1 / n
+            scaler.scale(loss) / n                      scaler.scale(one) / n
+                                                        with one = torch.ones((), device=x.device)
+
+        If gradients are then averaged over R ranks of the grid of balance_groups, the scale is R
+        times that, because a rank's losses are parts, which must be summed.
+
+        scale: a number or a scalar tensor, which is copied. If it is on the layer's device, the
+            host does not wait. It replaces loss_scale, and is read in backward. So call this for
+            each layer, before backward(), whenever the factor changes.
 
         Megatron-LM's MoEAuxLossAutoScaler.set_loss_scale() sets the scale of all layers at once.
         """
@@ -404,8 +468,8 @@ def full_precision(device):
 class FullPrecisionLinear(torch.autograd.Function):
     """Return x W^T, (N, E), for x (N, D) and W (E, D), in full precision also in backward.
 
-    With torch.set_float32_matmul_precision("high"), a GPU would round the factors to TF32, whose
-    mantissa has 10 bits, and tokens with close scores would change their experts.
+    TF32, or autocast, would round the factors to 10 or 7 bits of mantissa, and tokens with close
+    scores would change their experts.
     """
 
     @staticmethod
@@ -496,7 +560,7 @@ class Experts(nn.Module):
         self.activation = activation or nn.GELU(approximate="tanh")
 
     def forward(self, x, sizes, sizes_on_device):
-        """Apply each expert to its rows of x, (M, D). See `compute` of dispatch_and_combine()."""
+        """Apply each expert to its rows of x, (M, D). See `compute` of plain_dispatch()."""
         w_in = self.w_in.to(x.dtype)
         w_out = self.w_out.to(x.dtype)
         # F.grouped_mm() is fast in bfloat16. Row lengths must be multiples of 8 (16 bytes).
@@ -535,13 +599,19 @@ def _grouped(x, weight, sizes, sizes_on_device):
 
 # ---- dispatch and combine ------------------------------------------------------------------------
 #
-# A choice is a pair of a token and one of its k experts. One row travels for each choice. A rank
-# has G = E/P experts, and sorts the rows that it receives by expert. Here k = 1 and G = 2, so rank
-# 0 has E0 and E1, and rank 1 has E2 and E3:
+# dispatch_and_combine() returns what plain_dispatch() does. It adds
 #
-#              tokens                  sorted by expert    after all-to-all    grouped by expert
-#     rank 0   t0(E2) t1(E0) t2(E1) -> t1 t2 | t0       -> t1 t2 | t3 t4    -> E0: t1 t3 t4   E1: t2
-#     rank 1   t3(E0) t4(E0) t5(E3) -> t3 t4 | t5       -> t0 | t5          -> E2: t0         E3: t5
+#     dropped choices   an expert of -1 is none. No row travels for such a choice
+#     less memory       backward needs fewer tensors of N k rows: _Permuted and _WeightedSums
+#     one wait          the host waits once, for all counts, and launches shared experts meanwhile
+#     parts             some tokens travel while others are computed
+#
+# Four words tell who does what:
+#
+#     DispatchPlan      the counts: how many rows of each part go between which ranks and experts
+#     Part              a part of the tokens. It dispatches their rows, and combines the results
+#     Journey           one all-to-all of a part's rows, which may be under way for a while
+#     carry()           takes all parts of a plan to the experts and back
 #
 # The steps are:
 #
@@ -562,11 +632,9 @@ def _grouped(x, weight, sizes, sizes_on_device):
 def dispatch_and_combine(
     x, experts, weights, num_experts, compute, group=None, shared=None, parts=1, hand_over=None
 ):
-    """Send each token to the ranks of its experts, compute there, and return the weighted sums.
+    """Send each token to its k experts, and return the sums of their weighted results, (N, D).
 
-    x: (N, D). experts (-1 for none), weights: (N, k). Expert e is on rank e * P // num_experts.
-    compute: compute(rows, sizes, sizes_on_device) applies this rank's G experts to (M, D) rows,
-        which are sorted by expert. Both sizes, a list and a tensor, are the experts' row counts.
+    x, experts, weights, num_experts, compute: those of plain_dispatch(); an expert may be -1.
     shared: a module whose output for x is added.
     parts: the number of parts in which tokens travel: see "rows under way". compute() is called
         for each part, and all ranks pass the same number.
@@ -576,31 +644,29 @@ def dispatch_and_combine(
     """
     plan = DispatchPlan(experts, num_experts, group, parts, hand_over)
     at_experts = lambda part, rows: compute(rows, part.sizes, part.sizes_on_device)
-    return carry(plan, [x], at_experts, weights, shared)
+    return carry(plan, x, at_experts, weights, shared)
 
 
-def carry(plan, tensors, compute, weights=None, shared=None):
-    """Carry rows of the tensors (N, ...) to experts and results back. Return sums, (N, D).
+def carry(plan, x, compute, weights=None, shared=None, others=()):
+    """Take rows of x to experts and the results back, part by part. Return their sums, (N, D).
 
-    plan: a DispatchPlan. compute: compute(part, *rows), from rows to results, for each of its
-    Parts. The first tensor is x. weights, shared: those of dispatch_and_combine(), or None.
+    compute: compute(part, rows, *others) returns the results for the rows of a Part.
+    weights, shared: those of dispatch_and_combine(), or None.
+    others: short tensors (N, ...), whose rows travel with those of x.
     """
     if shared is not None and not plan.overlaps:
-        shared_y = shared(tensors[0])  # is computed while the host waits for counts
+        shared_y = shared(x)  # is computed while the host waits for counts
     parts = []
-    leaving = deque()
-    for part, own in zip(plan.parts(), zip(*map(plan.divided, tensors))):
+    divided = [plan.divided(tensor) for tensor in (x, *others)]
+    for part, own in zip(plan.parts(), zip(*divided)):  # the host waits here, for the counts
+        part.begin_dispatch(*own)
         parts.append(part)
-        leaving.append(part.begin_dispatch(*own))
     if shared is not None and plan.overlaps:
-        shared_y = shared(tensors[0])  # is computed while the first part travels
-    returning = deque()
+        shared_y = shared(x)  # is computed while the first part travels
     for part in parts:
-        # a generator, which drops what has arrived as soon as it is sorted
-        rows = (part.end_dispatch(*sent) for sent in leaving.popleft())
-        returning.append(part.begin_combine(compute(part, *rows)))
+        part.begin_combine(compute(part, *part.end_dispatch()))
     of_parts = [None for _ in parts] if weights is None else plan.divided(weights)
-    y = joined([part.end_combine(*returning.popleft(), w) for part, w in zip(parts, of_parts)])
+    y = joined([part.end_combine(own) for part, own in zip(parts, of_parts)])
     return y if shared is None else y + shared_y
 
 
@@ -613,12 +679,8 @@ class DispatchPlan:
     """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
 
     The arguments are those of dispatch_and_combine(). Part i of N tokens has num_tokens[i] of them,
-    which may be none. parts() yields a Part for each. On rank 0 of the picture above,
-    experts = 2 0 1 and G = 2. Counts are indexed by [rank][local expert]:
-
-        DispatchPlan()  order = 1 2 0, sent = [[1, 1], [1, 0]], received = [[1, 1], [2, 0]]
-        Part            rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1,
-                        by_rank = 0 3 1 2, the inverse of by_expert
+    which may be none. parts() yields a Part for each. Counts have the indices [rank][local expert]:
+    on rank 0 of the example, sent = [[2, 1], [1, 0]] and received = [[2, 1], [2, 0]].
     """
 
     def __init__(self, experts, num_experts, group=None, parts=1, hand_over=None):
@@ -662,60 +724,57 @@ class DispatchPlan:
 class Part:
     """Carries a part of the tokens to the ranks of their experts, and the results back.
 
-    On rank 0 of the picture above:
+    On rank 0 of the example above:
 
-        begin_dispatch()  sends t1 t2 | t0
-        end_dispatch()    receives t1 t2 | t3 t4, returns t1 t3 t4 t2
-        begin_combine()   takes results in this order, sends t1 t2 | t3 t4 back
-        end_combine()     receives t1 t2 | t0, returns sums in the order t0 t1 t2
+        begin_dispatch()  sends t0 t1 t1 | t0
+        end_dispatch()    receives t0 t1 t1 | t2 t3, returns t0 t1 t2 t3 t1
+        begin_combine()   takes results in this order, sends t0 t1 t1 | t2 t3 back
+        end_combine()     receives t0 t1 t1 | t0, returns sums in the order t0 t1
 
-    What begin_combine() returns, and each item of what begin_dispatch() returns, are the arguments
-    of the end_*(). If the plan overlaps nothing, rows arrive before the begin_*() returns.
+    If the plan overlaps nothing, rows arrive before the begin_*() returns.
     """
 
     def __init__(self, plan, num_tokens, order, sent, received, received_on_device):
         """plan: the DispatchPlan. sent, received: counts, lists [rank][local expert]."""
         self.plan = plan
         self.num_tokens = num_tokens
-        self.rows_to = [sum(of_rank) for of_rank in sent]
-        self.rows_from = [sum(of_rank) for of_rank in received]
-        self.sizes = [sum(of_expert) for of_expert in zip(*received)]
+        self.rows_to = [sum(of_rank) for of_rank in sent]  # [3, 1] in the example
+        self.rows_from = [sum(of_rank) for of_rank in received]  # [3, 2]
+        self.sizes = [sum(of_expert) for of_expert in zip(*received)]  # [4, 1]
         self.sizes_on_device = received_on_device.sum(0)
         self.cells = received_on_device.flatten()  # the rows of each source and expert
         # choices of -1 come first in the order, and are removed
         self.order = order[len(order) - sum(self.rows_to) :]
         self.token = self.order // plan.k
+        self.under_way = []  # (rows, Journey) of what has been posted and not been waited for
 
     def begin_dispatch(self, x, *others):
         """Begin to send rows of x, (N, ...), to experts, and those of others, which are short."""
-        hand_overs = [self.plan.hand_over, *[None for _ in others]]  # the others arrive with x
-        posted = [
+        for number, tensor in enumerate((x, *others)):
+            hand_over = self.plan.hand_over if number == 0 else None  # the others arrive with x
             self.post(tensor.index_select(0, self.token), self.rows_from, self.rows_to, hand_over)
-            for tensor, hand_over in zip((x, *others), hand_overs)
-        ]
         if len(self.sizes) > 1:
             self.by_rank  # is computed, once, while the rows travel
-        return posted
 
-    def end_dispatch(self, rows, journey):
-        """Return the rows that this rank's experts have received, (M, ...), sorted by expert."""
-        rows = journey.wait(rows)
+    def end_dispatch(self):
+        """Return the rows, (M, ...), that this rank's experts have received, grouped by expert."""
+        tensors = self.arrived()
         if len(self.sizes) > 1:
-            rows = _Permuted.apply(rows, self.by_expert, self.by_rank)
-        return rows
+            tensors = [_Permuted.apply(rows, self.by_expert, self.by_rank) for rows in tensors]
+        return tensors
 
     def begin_combine(self, rows):
         """Begin to send results, (M, D), back."""
         if len(self.sizes) > 1:
             rows = _Permuted.apply(rows, self.by_rank, self.by_expert)
-        return self.post(rows, self.rows_to, self.rows_from, self.plan.hand_over)
+        self.post(rows, self.rows_to, self.rows_from, self.plan.hand_over)
 
-    def end_combine(self, rows, journey, weights=None):
+    def end_combine(self, weights=None):
         """Return sums per token, (N, D), of the results, weighted if weights, (N, k), are given.
 
         Weights are cast to the dtype of the rows, in which products and sums are rounded, too.
         """
-        rows = journey.wait(rows)
+        (rows,) = self.arrived()
         if weights is not None:
             weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
             return _WeightedSums.apply(rows, weights, self.token, self.num_tokens)
@@ -725,21 +784,27 @@ class Part:
 
     def post(self, rows, received, sent, hand_over):
         journey = Journey(received, sent, self.plan.group, self.plan.overlaps, hand_over)
-        return journey.post(rows), journey
+        self.under_way.append((journey.post(rows), journey))
+
+    def arrived(self):
+        """Wait for all rows under way, and return them, a tensor for each post()."""
+        under_way = self.under_way
+        self.under_way = []
+        return [journey.wait(rows) for rows, journey in under_way]
 
     @cached_property
     def by_expert(self):
-        """The order that sorts the rows received by expert.
+        """The order that groups the rows received by expert: 0 1 3 4 2 in the example.
 
-        They arrive sorted by source rank, then by expert. In the example the sources are 0 0 1 1,
-        the experts are 0 1 0 0, and the cells, source * G + expert, are 0 1 2 2.
+        They arrive sorted by source rank, then by expert. In the example the sources are 0 0 0 1 1,
+        the experts are 0 0 1 0 0, and the cells, source * G + expert, are 0 0 1 2 2.
         """
         cell = torch.repeat_interleave(self.cells, output_size=sum(self.sizes))
         return (cell % len(self.sizes)).argsort(stable=True)
 
     @cached_property
     def by_rank(self):
-        """The inverse of by_expert."""
+        """The inverse of by_expert: 0 1 4 2 3 in the example."""
         return self.by_expert.argsort()
 
 
@@ -920,7 +985,7 @@ def two_hops(
         args = rows, experts, weights, per_node, compute, node_group
         return dispatch_and_combine(*args, parts=parts, hand_over=hand_over)
 
-    return carry(plan, [x, experts, weights], in_node, None, shared)
+    return carry(plan, x, in_node, shared=shared, others=(experts, weights))
 
 
 # ---- cost, and a demonstration -------------------------------------------------------------------

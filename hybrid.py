@@ -2906,7 +2906,7 @@ def schedule_of(args):
     except ValueError as error:
         raise ValueError(f"{typed(args, 'schedule', 'pp', 'microbatches')}: {error}") from None
     if args.overlap:
-        pair_up(schedule)
+        schedule = pair_up(schedule)
     stages = len(schedule.routes[0])
     # the first stage may hold just the embedding, and the last one just the head
     need(args.layers + 2 >= stages, f"{typed(args, 'layers')} is too few for {stages} stages")

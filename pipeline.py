@@ -166,8 +166,8 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     def swap(peer, sent, wanted):
         """Send a tensor to a peer and receive one like `wanted`, in one exchange.
 
-        Either may be None. Returns what was received. At the ends of the pipeline there is no peer,
-        and nothing happens.
+        One of them may be None, or both. Returns what was received. At the ends of the pipeline
+        there is no peer, and nothing happens.
         """
         if not 0 <= peer <= last:
             return None
@@ -220,23 +220,35 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 #     program                the order in which a rank posts messages, computes and waits
 #     halves of a backward   layers whose weights' gradients are computed later, in idle time
 #     executor               Pipeline, the class to use: messages travel while ranks compute
-#     turns                  a forward and a backward that hide each other's messages to experts
+#     two passes in turns    a forward and a backward that hide each other's messages to experts
 #
 # Schedules shorten the bubble in three ways. They divide a backward, so that the part for which no
 # other rank waits can fill idle time; they cut a rank's layers into chunks, so that microbatches
 # reach the last rank sooner; or they fill the pipeline from both ends.
 
 # ---- what a schedule is --------------------------------------------------------------------------
+#
+# A rank's row lists what it does, from left to right. Here is 1F1B for p = 2 ranks and m = 3
+# microbatches, first as a schedule, which says nothing about time, and then drawn to scale, with
+# dots where a rank waits. F takes one slot and B two:
+#
+#     rank 0   F0 F1 B0 F2 B1 B2        F0F1....B0B0F2B1B1..B2B2
+#     rank 1   F0 B0 F1 B1 F2 B2        ..F0B0B0F1B1B1F2B2B2....
+#
+# The letters are
+#
+#     F   the forward of a microbatch. Rank 1's F0 needs the output of rank 0's F0
+#     B   its backward. Rank 0's B0 needs the gradient that rank 1's B0 makes
+#     I   the half of a backward that computes the gradient of the stage's input. The previous stage
+#         waits for it. (The paper on zero bubbles writes B for I)
+#     W   the other half, for the gradients of the stage's weights. No other stage waits for it
+#
+# If a rank has two chunks of layers, small letters stand for the second one: f0 is the forward of
+# microbatch 0 in chunk 1.
 
 
 class Action(NamedTuple):
-    """What a rank does with one microbatch in one chunk of its layers.
-
-    kind: "F" is a forward and "B" a backward. "I" and "W" are the halves of a backward. I computes
-    the gradient of the stage's input, for which the previous stage waits. W computes the gradient
-    of its weights, for which no other stage waits. Each is about half of the work. (The paper on
-    zero bubbles writes B for I.)
-    """
+    """What a rank does with one microbatch in one chunk of its layers. kind: one of F B I W."""
 
     kind: str
     microbatch: int
@@ -264,7 +276,8 @@ class Transfer(NamedTuple):
 class Schedule(list):
     """A list of actions for each rank, and the route that microbatches take through the ranks.
 
-    If F0 is Action("F", 0), one_f_one_b(2, 2) is [[F0, F1, B0, B1], [F0, B0, F1, B1]].
+    If F0 is Action("F", 0), the example above is [[F0, F1, B0, F2, B1, B2],
+    [F0, B0, F1, B1, F2, B2]]. As between any lists, == compares the actions, but not the routes.
 
     routes: a list of routes, mostly of one. A route lists the places (rank, chunk) that a forward
         visits, in order; its backward visits them in reverse. The default is (0, 0), (1, 0), (2, 0)
@@ -274,7 +287,6 @@ class Schedule(list):
         made[F0, 0] are both Transfer(F0, 0, 1). There is no entry where nothing is needed or made:
         where a route begins, F needs nothing and B makes nothing; where it ends, F makes nothing
         and B needs nothing; a W never needs or makes anything.
-    pairs: a set of (F, rank), for forwards that take turns with the next B: see pair_up().
 
     Raises ValueError if a rank has no actions.
     """
@@ -285,7 +297,6 @@ class Schedule(list):
             raise ValueError(f"rank {self.index([])} has no actions")
         self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
         self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
-        self.pairs = set()
         self.needed = {}
         self.made = {}
         for microbatch in range(self.num_microbatches):
@@ -297,15 +308,6 @@ class Schedule(list):
         """Return the places that a microbatch visits on its way forward."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
-    def singles_and_pairs(self, rank):
-        """Yield the rank's actions in lists, of two for a pair and of one for others."""
-        actions = iter(self[rank])
-        for action in actions:
-            together = [action]
-            if (action, rank) in self.pairs:
-                together.append(next(actions))
-            yield together
-
     def _link(self, kinds, microbatch, places):
         """Record the transfers between successive places. A B and an I have the same transfers."""
         for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
@@ -313,6 +315,19 @@ class Schedule(list):
             for kind in kinds:
                 self.made[Action(kind, microbatch, chunk), source] = transfer
                 self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
+
+    def before(self, action, rank):
+        """Return a list of what must have arrived when an action begins: what it needs, if any."""
+        return [self.needed[action, rank]] if (action, rank) in self.needed else []
+
+    def after(self, action, rank):
+        """Return a list of what can leave when an action ends: what it makes, if any."""
+        return [self.made[action, rank]] if (action, rank) in self.made else []
+
+    def singles_and_pairs(self, rank):
+        """Yield the rank's actions in lists of one. In a PairedSchedule, some lists have two."""
+        for action in self[rank]:
+            yield [action]
 
 
 # ---- any schedule, one exchange at a time --------------------------------------------------------
@@ -324,25 +339,26 @@ class Schedule(list):
 
 
 def in_order(schedule):
-    """Yield (rank, [action]) for all ranks' actions, each after those that make what it needs.
+    """Yield (rank, action) for all ranks' actions, each after those that make what it needs.
 
-    The ranks take turns. In its turn, a rank performs its next action unless it must wait. A pair
-    is yielded as one list of two actions. Raises ValueError if a microbatch lacks an action,
-    repeats one or has them out of order, or if all ranks wait; the error then says at what.
+    The ranks take turns. In its turn, a rank performs its next action unless it must wait. The
+    example begins: rank 0 F0, rank 1 F0, rank 0 F1, rank 1 B0, rank 0 B0. Raises ValueError if a
+    microbatch lacks an action, repeats one or has them out of order, or if all ranks wait; the
+    error then says at what.
     """
     _check_actions(schedule)
-    queues = [deque(schedule.singles_and_pairs(rank)) for rank in range(len(schedule))]
-    made = {None}  # needed.get() returns None for an action that needs nothing
+    queues = [deque(actions) for actions in schedule]
+    made = set()
     while any(queues):
         progress = False
         for rank, queue in enumerate(queues):
-            if queue and all(schedule.needed.get((action, rank)) in made for action in queue[0]):
-                together = queue.popleft()
-                yield rank, together
-                made.update(schedule.made.get((action, rank)) for action in together)
+            if queue and made.issuperset(schedule.before(queue[0], rank)):
+                action = queue.popleft()
+                yield rank, action
+                made.update(schedule.after(action, rank))
                 progress = True
         if not progress:
-            stuck = [(rank, queue[0][0]) for rank, queue in enumerate(queues) if queue]
+            stuck = [(rank, queue[0]) for rank, queue in enumerate(queues) if queue]
             where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
             raise ValueError(f"the schedule cannot finish: {where} waiting for missing inputs")
 
@@ -379,8 +395,7 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
         output.backward(received)  # None where a route ends, since there the output is the loss
         return x.grad
 
-    actions = [(actor, action) for actor, together in in_order(schedule) for action in together]
-    for actor, action in actions:
+    for actor, action in in_order(schedule):
         if actor == rank:
             needed = schedule.needed.get((action, rank))
             result = perform(action, arrived.pop(needed, None))
@@ -619,7 +634,7 @@ def _dualpipe_letters(rank, p, per_end):
 
 
 def forward_only(num_stages, num_microbatches, route=None):
-    """Evaluation: only the forwards, along one route. No graph is kept."""
+    """Evaluation: only the forwards, along one route. Pipeline keeps none of their graphs."""
     route = route or [(rank, 0) for rank in range(num_stages)]
     # microbatch i is at route[index] at time i + index
     turns = [(i + index, index, i) for i in range(num_microbatches) for index in range(len(route))]
@@ -636,8 +651,9 @@ def forward_only(num_stages, num_microbatches, route=None):
 class ScheduleKind(NamedTuple):
     """A function that makes Schedules; calling a ScheduleKind calls it.
 
-    v: the number of chunks that share a rank's layers, or None if the caller chooses it. It is 1
-        for dualpipe, whose two chunks are stages of two replicas.
+    v: into how many chunks a rank's share of the model is cut, or None if the caller chooses. A
+        forward of one chunk takes F/v. dualpipe's ranks have two chunks, but each is a whole stage,
+        of another replica of the model, so v is 1.
     is_staggered: whether claim() counts a rank's idle time from its first to its last action only.
     """
 
@@ -742,32 +758,28 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     """Time a schedule. Every rank does its actions in order, each as soon as its input has arrived.
 
     forward, backward: times of F and B of one chunk. weight: the part of B that is W. message: the
-    time a tensor travels between ranks. A pair takes F + B, as if its B followed its F. Raises
-    ValueError where in_order() does.
+    time a tensor travels between ranks. Raises ValueError where in_order() does.
     """
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     start = [{} for _ in schedule]
     end = [{} for _ in schedule]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
-    arrived = {None: 0.0}  # {Transfer: time}; None stands for what an action does not need
-    for rank, together in in_order(schedule):
-        needed = [schedule.needed.get((action, rank)) for action in together]
-        now = max(free[rank], *[arrived[transfer] for transfer in needed])
-        for action in together:
-            start[rank][action] = now
-            now += duration[action.kind]
-            end[rank][action] = now
-        free[rank] = now
-        for action in together:
-            if made := schedule.made.get((action, rank)):
-                arrived[made] = now + (message if made.destination != rank else 0)
+    arrived = {}  # {Transfer: time}
+    for rank, action in in_order(schedule):
+        needed = [arrived[transfer] for transfer in schedule.before(action, rank)]
+        begin = max([free[rank], *needed])
+        start[rank][action] = begin
+        free[rank] = begin + duration[action.kind]
+        end[rank][action] = free[rank]
+        for made in schedule.after(action, rank):
+            arrived[made] = free[rank] + (message if made.destination != rank else 0)
     work = [sum(duration[action.kind] for action in actions) for actions in schedule]
     bubble = [max(free) - busy for busy in work]
     idle = [last - min(begun.values()) - busy for last, begun, busy in zip(free, start, work)]
     keeps = any(action.kind != "F" for actions in schedule for action in actions)
     change = {"F": int(keeps), "B": -1, "I": 0, "W": -1}
     peak = [max(accumulate(change[action.kind] for action in actions)) for actions in schedule]
-    transfers = [t for t in arrived if t is not None and t.source != t.destination]
+    transfers = [t for t in arrived if t.source != t.destination]
     transfers.sort(key=lambda transfer: (arrived[transfer], transfer))
     return Timeline(start, end, max(free), bubble, idle, peak, transfers)
 
@@ -1104,18 +1116,11 @@ class Pipeline:
         reduces: whether it starts to reduce gradients. Inside the caller's no_sync() none does.
         """
         reduces &= getattr(self.stages[action.chunk], "require_backward_grad_sync", True)
-        try:
-            if action.kind == "F":
-                return self._forward(action, received)
-            if action.kind == "W":
-                return self._weights(action, reduces)
-            return self._backward(action, received, reduces)
-        except RuntimeError as error:
-            # PyTorch writes "in-place operation" in a forward, and "inplace" in a backward
-            if "place operation" in str(error):
-                what = "its input, or what its backward needs"
-                error.add_note(f"rank {self.rank}: a stage must not change in place {what}")
-            raise
+        if action.kind == "F":
+            return self._forward(action, received)
+        if action.kind == "W":
+            return self._weights(action, reduces)
+        return self._backward(action, received, reduces)
 
     def _forward(self, action, x):
         if x is None:
@@ -1183,17 +1188,18 @@ def _syncing(stage, reduces):
 
 def _check_schedule(schedule, stages, group):
     """Raise ValueError on all ranks if schedules differ, or on a rank whose stages do not fit."""
-    rank, num_stages = rank_and_size(group)
+    own_rank, num_stages = rank_and_size(group)
     # In a group that has only NCCL, all ranks must take part in the first operation, so this gather
     # must precede step().
-    schedules = gather_objects((list(schedule), schedule.routes, schedule.pairs), group)
+    rows = [list(schedule.singles_and_pairs(rank)) for rank in range(len(schedule))]
+    schedules = gather_objects((rows, schedule.routes), group)
     if any(other != schedules[0] for other in schedules):
         raise ValueError("the ranks of the group have different schedules")
     if len(schedule) != num_stages:
         raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
-    num_chunks = 1 + max(action.chunk for action in schedule[rank])
+    num_chunks = 1 + max(action.chunk for action in schedule[own_rank])
     if len(stages) != num_chunks:
-        raise ValueError(f"rank {rank} has {len(stages)} stages for num_chunks={num_chunks}")
+        raise ValueError(f"rank {own_rank} has {len(stages)} stages for num_chunks={num_chunks}")
     if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
         raise ValueError("torch's DistributedDataParallel reduces before the last microbatch")
 
@@ -1218,10 +1224,51 @@ def _check_batches(pipeline, inputs, targets):
 # them.
 
 
-def pair_up(schedule):
-    """Make a pair of each F and the B of another chunk that follows it; return the schedule.
+class PairedSchedule(Schedule):
+    """A Schedule in which some forwards take turns with the backward that follows them.
 
     A pair begins when the inputs of both passes have arrived, and sends both results at its end.
+    Its time in simulate() is F + B, as if the passes ran one after the other.
+
+    pairs: {(F, rank): B}. Each B follows its F in the rank's row.
+    """
+
+    def __init__(self, schedule, pairs):
+        super().__init__(schedule, schedule.routes)
+        self.pairs = pairs
+        self.forwards = {(backward, rank): forward for (forward, rank), backward in pairs.items()}
+
+    def before(self, action, rank):
+        """Before the F of a pair, what both passes need must have arrived; its B then goes on."""
+        if (action, rank) in self.forwards:
+            return []
+        needed = super().before(action, rank)
+        if (action, rank) in self.pairs:
+            needed += super().before(self.pairs[action, rank], rank)
+        return needed
+
+    def after(self, action, rank):
+        """Nothing leaves after the F of a pair; what both passes make leaves after its B."""
+        if (action, rank) in self.pairs:
+            return []
+        made = super().after(action, rank)
+        if (action, rank) in self.forwards:
+            made = super().after(self.forwards[action, rank], rank) + made
+        return made
+
+    def singles_and_pairs(self, rank):
+        """Yield the rank's actions in lists, of two for a pair and of one for others."""
+        actions = iter(self[rank])
+        for action in actions:
+            together = [action]
+            if (action, rank) in self.pairs:
+                together.append(next(actions))
+            yield together
+
+
+def pair_up(schedule):
+    """Return the PairedSchedule whose pairs are each F and the B of another chunk that follows it.
+
     dualpipe() and dualpipe_v() still finish with pairs, which are what DualPipe is for. Their
     bubbles are then at most what claim() returns if F <= I, and otherwise longer by up to
     (p/2-1)(F-I), for dualpipe_v (p-1)(F-I)/2. A pair pays only if its passes take less time in
@@ -1229,11 +1276,12 @@ def pair_up(schedule):
     its F and the next B are of one chunk, on the last rank even of one microbatch. For pairs, it
     would need a warm-up of 2(p-r)-1 forwards in place of p-r-1, and hold twice the activations.
     """
+    pairs = {}
     for rank, actions in enumerate(schedule):
         for action, following in zip(actions, actions[1:]):
             if action.kind + following.kind == "FB" and action.chunk != following.chunk:
-                schedule.pairs.add((action, rank))
-    return schedule
+                pairs[action, rank] = following
+    return PairedSchedule(schedule, pairs)
 
 
 class Turns:

@@ -316,6 +316,12 @@ def expert_parallel_cases():
         for parts in (1, 2):
             layer = routed(partial(e.two_hops, parts=parts), *groups)
             yield Case(f"two_hops, {nodes=}, {parts=}", "V, V, V, R -> V", layer, inputs)
+
+    def plain(x, weights, scales):  # which knows no dropped choice
+        compute = lambda rows, _, counts: rows.sin() * scales.repeat_interleave(counts, 0)
+        return e.plain_dispatch(x, choices.clamp(min=0), weights, E, compute)
+
+    yield Case("plain_dispatch", "V, V, V -> V", plain, inputs[:3])
     one_expert = lambda x, scale: e.switch(x, choices[:, 1] // 2, lambda rows: rows.sin() * scale)
     yield Case("switch", "V, V -> V", one_expert, zeros(x, (D,)))
     # the router, two matrices of the experts, two of the shared expert

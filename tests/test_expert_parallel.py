@@ -18,7 +18,7 @@ import expert_parallel
 from collectives import count_bytes, gather_objects, observe, rank_and_size
 from expert_parallel import (
     DispatchPlan, Experts, FullPrecisionLinear, MoE, Router, dispatch_and_combine,
-    expert_parallel_bytes, switch, tally_metrics, two_hops,
+    expert_parallel_bytes, plain_dispatch, switch, tally_metrics, two_hops,
 )
 from gpu_counts import batches, nccl_over_gloo, waits
 from layouts import soak_but
@@ -199,19 +199,74 @@ def check_experts(dtype, D, width, sizes, device="cpu"):
 
 
 @on_ranks(1, 2, 3)
-def test_the_short_form_and_the_full_dispatch_give_the_same_bits():
+def test_the_short_forms_and_the_full_dispatch_give_the_same_bits():
     rank, P = rank_and_size()
     torch.manual_seed(shifted(rank))
     x, grad = torch.randn(2, 7 * rank, 4)
     experts, expert = torch.randint(P, (7 * rank,)), nn.Linear(4, 4)
-    plain, full = x.clone().requires_grad_(), x.clone().requires_grad_()
-    one = switch(plain, experts, expert)
     choices = experts.unsqueeze(1), torch.ones(len(x), 1)
-    other = dispatch_and_combine(full, *choices, P, lambda rows, *_: expert(rows))
-    assert one.equal(other)
-    gradients = [torch.autograd.grad(y, (x, *expert.parameters()), grad)
-                 for y, x in ((one, plain), (other, full))]
-    assert all(map(torch.equal, *gradients)) and (rank == 0 or gradients[0][0].any())
+    found = []
+    for send in (
+        lambda x: switch(x, experts, expert),
+        lambda x: plain_dispatch(x, *choices, P, lambda rows, *_: expert(rows)),
+        lambda x: dispatch_and_combine(x, *choices, P, lambda rows, *_: expert(rows)),
+    ):
+        own = x.clone().requires_grad_()
+        y = send(own)
+        found.append((y, *torch.autograd.grad(y, (own, *expert.parameters()), grad)))
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others)) and (rank == 0 or others[1].any())
+
+
+@on_ranks(1, 2, 3)
+def test_the_plain_dispatch_gives_the_results_and_gradients_of_one_process():
+    """Ranks have 3, 5 and 0 tokens, which choose 3 of 2 P experts."""
+    rank, P = rank_and_size()
+    torch.manual_seed(shifted(0))
+    counts = [3, 5, 0][:P]
+    N, D, E, k = sum(counts), 4, 2 * P, min(3, 2 * P)
+    experts = torch.rand(N, E).argsort(1)[:, :k]
+    shapes = (N, D), (N, k), (E, D, D)
+    x, weights, matrices = [torch.randn(*s).double().requires_grad_() for s in shapes]
+    grad = torch.randn(N, D).double()
+    expected = torch.einsum("nk,nd,nkde->ne", weights, x, matrices[experts])
+    expected.backward(grad)
+    cuts = [tensor.split(counts)[rank] for tensor in (x, weights)] + [matrices.chunk(P)[rank]]
+    own = [cut.detach().clone().requires_grad_() for cut in cuts]
+
+    def compute(rows, sizes, sizes_on_device):
+        assert sizes_on_device.tolist() == sizes
+        return torch.cat([rows @ matrix for rows, matrix in zip(rows.split(sizes), own[2])])
+
+    y = plain_dispatch(own[0], experts.split(counts)[rank], own[1], E, compute)
+    y.backward(grad.split(counts)[rank])
+    assert_close(y, expected.split(counts)[rank].detach(), 1e-12)
+    cuts = [tensor.grad.split(counts)[rank] for tensor in (x, weights)]
+    for tensor, gradient in zip(own, [*cuts, matrices.grad.chunk(P)[rank]]):
+        assert_close(tensor.grad, gradient, 1e-12)
+
+
+@on_ranks(2)
+def test_the_example_of_four_tokens_is_what_experts_get_and_the_plan_counts():
+    rank, _ = rank_and_size()
+    experts = torch.tensor([[[2, 0], [0, 1]], [[3, 0], [2, 0]]])[rank]
+    tokens = torch.tensor([0.0, 1.0]).unsqueeze(1) + 2 * rank  # ti is i
+    (part,) = DispatchPlan(experts, 4).parts()
+    buffers = [part.order, part.token, part.by_expert, part.by_rank]
+    if rank == 0:
+        told = [[1, 2, 3, 0], [0, 1, 1, 0], [0, 1, 3, 4, 2], [0, 1, 4, 2, 3]]
+        assert [buffer.tolist() for buffer in buffers] == told
+        assert (part.rows_to, part.rows_from, part.cells.tolist()) == ([3, 1], [3, 2], [2, 1, 2, 0])
+    grouped = [([0, 1, 2, 3, 1], [4, 1]), ([0, 3, 2], [2, 1])][rank]
+    for send in plain_dispatch, dispatch_and_combine:
+        arrived = []
+
+        def compute(rows, sizes, _):
+            arrived.append((rows.flatten().tolist(), sizes))
+            return rows
+
+        y = send(tokens, experts, torch.ones(2, 2), 4, compute)
+        assert arrived == [grouped] and torch.equal(y, 2 * tokens)
 
 
 class Moved(TorchDispatchMode):
@@ -718,7 +773,8 @@ def test_combining_without_weights_keeps_no_rows_for_backward():
     (part,) = DispatchPlan(torch.zeros(64, 1, dtype=torch.long), 1).parts()
     rows = torch.randn(64, 8, requires_grad=True)
     with saved_bytes() as kept:
-        y = part.end_combine(*part.begin_combine(rows))
+        part.begin_combine(rows)
+        y = part.end_combine()
     assert kept() <= 2 * 64 * 8  # the order and the tokens
     assert torch.equal(y, rows)
 

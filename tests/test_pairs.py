@@ -19,8 +19,8 @@ from expert_parallel import MoE
 from layouts import MOE_SIZES, ON_NODES, assert_trains_as_a_loop_does, make_trainer, own_batch
 from layouts import soak_but
 from pipeline import (
-    SCHEDULES, SHORT, Action, Pipeline, Schedule, Turns, claim, dualpipe_v, pair_up, program,
-    simulate,
+    SCHEDULES, SHORT, Action, PairedSchedule, Pipeline, Schedule, Turns, claim, dualpipe_v, pair_up,
+    program, simulate,
 )
 from ranks import on_ranks, shifted, spawn
 
@@ -75,7 +75,8 @@ def test_passes_of_one_chunk_are_no_pair_and_a_pair_that_waits_for_itself_cannot
     row = [Action(kind, microbatch) for kind in "FB" for microbatch in range(2)]
     schedule = Schedule([row, row])
     simulate(schedule)
-    schedule.pairs.add((row[1], 0))  # its B0 comes after rank 1's F1, which waits for this F1
+    # The B0 of this pair comes after rank 1's F1, which waits for the pair's F1.
+    schedule = PairedSchedule(schedule, {(row[1], 0): row[2]})
     with pytest.raises(ValueError, match="cannot finish: rank 0 at F1, rank 1 at F1 waiting"):
         simulate(schedule)
 
@@ -97,7 +98,7 @@ def test_a_pair_waits_for_both_inputs_and_then_sends_both_results():
 def test_ranks_that_pair_different_passes_are_told_so():
     schedule = dualpipe_v(2, 4)
     if dist.get_rank() == 1:
-        pair_up(schedule)
+        schedule = pair_up(schedule)
     with pytest.raises(ValueError, match="the ranks of the group have different schedules"):
         Pipeline([torch.nn.Identity()] * 2, schedule, None, shape=(1,))
 

@@ -70,7 +70,7 @@ def draw_schedule(name, num_stages, num_microbatches, overlap=False):
     """
     schedule = SCHEDULES[name](num_stages, num_microbatches)
     if overlap:
-        pair_up(schedule)
+        schedule = pair_up(schedule)
     timeline = simulate(schedule)
     width = LEFT + SLOT * int(timeline.total) + 20
     title = f"{name}: {num_stages} ranks, {num_microbatches} microbatches"
