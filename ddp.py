@@ -176,8 +176,9 @@ def fill_buckets(parameters, cap_bytes, kind):
         nbytes = gradient_bytes(parameter)
         bucket, room = filling.get(kind(parameter), (None, -1))
         if nbytes > room:
-            bucket, room = [], cap_bytes
+            bucket = []
             buckets.append(bucket)
+            room = cap_bytes
         bucket.append(parameter)
         filling[kind(parameter)] = bucket, room - nbytes
     position = {parameter: i for i, parameter in enumerate(parameters)}
@@ -425,8 +426,12 @@ class DistributedDataParallel(nn.Module):
         parameters = [p for _, p in named if p.requires_grad][::-1]
         kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
         filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
-        how = divisor, gradient_as_bucket_view, gradient_sum or GradientSum()
-        self.buckets = [GradBucket(bucket, group_of(bucket[0]), *how) for bucket in filled]
+        how = {
+            "divisor": divisor,
+            "as_views": gradient_as_bucket_view,
+            "gradient_sum": gradient_sum or GradientSum(),
+        }
+        self.buckets = [GradBucket(bucket, group_of(bucket[0]), **how) for bucket in filled]
         self.reducer = Reducer(self.buckets)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self._dtypes = {p: grad_dtype(p) for p in parameters}
@@ -469,7 +474,7 @@ class DistributedDataParallel(nn.Module):
         if not self.require_backward_grad_sync:
             self._check_idle()  # a gradient that is added to a sum under way would be lost
             return
-        if self.reducer.is_idle:
+        if self.reducer.is_idle:  # this gradient is the first one of its backward
             self._start(awaited=self._bucket_of)
             self._ends_with_backward = self.wait_in_backward
         bucket = self._bucket_of[parameter]
@@ -812,7 +817,8 @@ def _demonstrate():
         model(inputs.chunk(world_size)[rank]).square().mean().backward()
     error = max((p.grad - g).abs().max().item() for p, g in zip(module.parameters(), whole))
     if rank == 0:
-        claimed, counted = ddp_bytes(module, world_size), traffic.bytes("all_reduce")
+        claimed = ddp_bytes(module, world_size)
+        counted = traffic.bytes("all_reduce")
         print(f"{len(model.buckets)} buckets, claimed {claimed} bytes, counted {counted}")
         print(f"largest difference from one process's gradients: {error:.1e}")
 
