@@ -1317,6 +1317,27 @@ def test_training_continues_after_a_pass_that_failed(stage, failing, only_adds):
 
 
 @on_ranks(2)
+def test_a_backward_that_fails_inside_forward_is_ended_by_finish_grad_sync():
+    net, x = make_net(), make_data(4)
+    model = FullyShardedDataParallel(net, units=net.blocks)
+    handles = [
+        net.blocks[0].register_full_backward_hook(fail),
+        net.blocks[1].register_forward_hook(lambda *arguments: arguments[-1].sum().backward()),
+    ]
+    with pytest.raises(KeyError):
+        model(own_part(x))
+    for handle in handles:
+        handle.remove()
+    with pytest.raises(RuntimeError, match=r"failed: finish_grad_sync\(\) ends it"):
+        model(own_part(x))
+    model.finish_grad_sync()
+    model.zero_grad()
+    mean_square(model, own_part(x)).backward()
+    expected = gradients_alone(make_net(), lambda net: mean_square(net, x))
+    assert_close(whole_gradients(net), expected)
+
+
+@on_ranks(2)
 def test_optimizers_that_are_wrong_on_shards_are_rejected():
     model, plain = FullyShardedDataParallel(make_net()), nn.Linear(2, 2)
     for name in ("LBFGS", "Adafactor", "Muon"):
