@@ -18,7 +18,7 @@ A rank holds   all parameters, gradients and optimizer state: 16 bytes per param
                take the size of the gradients once more, unless gradient_as_bucket_view is set
 It sends       per step 2 (P-1)/P times the size of its gradients, in one all-reduce per bucket
 Overlap        backward can hide the reduction of every bucket except the last
-PyTorch's      DistributedDataParallel does the same; the class below lists the differences
+PyTorch's      DistributedDataParallel does the same; differences are listed after the class below
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
@@ -176,8 +176,9 @@ def fill_buckets(parameters, cap_bytes, kind):
         nbytes = gradient_bytes(parameter)
         bucket, room = filling.get(kind(parameter), (None, -1))
         if nbytes > room:
-            bucket, room = [], cap_bytes
+            bucket = []
             buckets.append(bucket)
+            room = cap_bytes
         bucket.append(parameter)
         filling[kind(parameter)] = bucket, room - nbytes
     position = {parameter: i for i, parameter in enumerate(parameters)}
@@ -268,14 +269,26 @@ class Reducer:
         idle  -- start() -->  mark_ready() for each gradient  -- finish() -->  idle
 
     Autograd may complete buckets in a different order on each rank, but all ranks must call
-    collectives in the same order. So a complete bucket waits for the ones before it.
+    collectives in the same order. So a complete bucket waits for the ones before it. For example,
+    with three buckets, where this rank's loss does not use all parameters of the last one:
+
+        event                   queue     under way
+        start()                 0 1 2
+        bucket 1 is complete    0 1 2               its sum begins after that of bucket 0
+        bucket 0 is complete    2         0 1       both sums begin
+        finish()                          0 1 2     a missing gradient counts as zero
+                                                    all sums have ended
+
+    A sum is a generator. It begins a message and yields True. When it is resumed, it waits for the
+    message. Then it ends, or begins a second message, as with replicas of shards in zero.py.
 
     order: the buckets or, in zero.py, the units. Each has `slots`, a dict of its parameters, a set
-        `missing` of those whose gradients are not final, and sum_gradients(), a generator that
-        yields True after each sum has begun and, when resumed, waits for that sum.
+        `missing` of those whose gradients are not final, and sum_gradients(), which returns the
+        generator.
     queue: those, in this order, whose sums have not begun in this round.
     under_way: (bucket, its generator) pairs, whose sums have begun.
-    frees_early: whether earlier sums end before another begins, which frees what they hold.
+    frees_early: whether the sums under way are waited for before another one begins. Units of
+        zero.py then free their gradients. Buckets last, so all their sums may be under way at once.
     """
 
     def __init__(self, order, under_way=None, frees_early=False):
@@ -318,7 +331,7 @@ class Reducer:
                 self.under_way.append((bucket, sums))
 
     def advance(self):
-        """Let each bucket under way wait for its sum and begin its next one, if there is any."""
+        """Wait for a message of each sum under way. Let it begin its next one, if there is one."""
         for _ in range(len(self.under_way)):
             bucket, sums = self.under_way.popleft()
             if next(sums, False):
@@ -344,24 +357,16 @@ class DistributedDataParallel(nn.Module):
 
     The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
     backward() that computes the gradient of any parameter also reduces all gradients, except inside
-    no_sync(), which sets require_backward_grad_sync to False. Differences from PyTorch's class:
+    no_sync(), which sets require_backward_grad_sync to False. A rank whose loss uses no parameter
+    at all, or that has no batch, calls finish_grad_sync() instead of backward(), and takes the
+    optimizer's step, too.
 
-    - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
-      momentum still change it. A rank whose loss uses no parameter at all, or that has no batch,
-      must call finish_grad_sync() instead of backward(), and takes the optimizer's step, too.
-    - There is no join(). A rank that has left its loop must call nothing else on the group while
-      others are in theirs. These wait for it and raise an error when it exits, or when the group's
-      timeout has passed.
-    - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs.
-    - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
-      rebuild them after the first backward pass in the order in which gradients became ready.
-    - All buckets have one size; PyTorch's first has 1 MiB.
-    - A second backward() of one forward, with retain_graph=True, reduces gradients again.
-    - A module without trainable parameters is accepted.
-    - The wrapper cannot be copied or pickled; the wrapped module can.
-    - A buffer registered after wrapping is not broadcast: every rank keeps its own.
-    - Before a broadcast, ranks ask one another whether a buffer's shape or dtype has changed, in an
-      all-gather of one byte. The host waits for it and, if the group has only NCCL, for the GPU.
+        model = DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for x, target in batches:  # this rank's part of each batch
+            optimizer.zero_grad()
+            loss_fn(model(x), target).backward()
+            optimizer.step()
 
     Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
     this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
@@ -421,8 +426,12 @@ class DistributedDataParallel(nn.Module):
         parameters = [p for _, p in named if p.requires_grad][::-1]
         kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
         filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
-        how = divisor, gradient_as_bucket_view, gradient_sum or GradientSum()
-        self.buckets = [GradBucket(bucket, group_of(bucket[0]), *how) for bucket in filled]
+        how = {
+            "divisor": divisor,
+            "as_views": gradient_as_bucket_view,
+            "gradient_sum": gradient_sum or GradientSum(),
+        }
+        self.buckets = [GradBucket(bucket, group_of(bucket[0]), **how) for bucket in filled]
         self.reducer = Reducer(self.buckets)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self._dtypes = {p: grad_dtype(p) for p in parameters}
@@ -465,7 +474,7 @@ class DistributedDataParallel(nn.Module):
         if not self.require_backward_grad_sync:
             self._check_idle()  # a gradient that is added to a sum under way would be lost
             return
-        if self.reducer.is_idle:
+        if self.reducer.is_idle:  # this gradient is the first one of its backward
             self._start(awaited=self._bucket_of)
             self._ends_with_backward = self.wait_in_backward
         bucket = self._bucket_of[parameter]
@@ -532,6 +541,25 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self):
         raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
+
+
+# Differences from PyTorch's class:
+#
+# - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
+#   momentum still change it.
+# - There is no join(). A rank that has left its loop must call nothing else on the group while
+#   others are in theirs. These wait for it and raise an error when it exits, or when the group's
+#   timeout has passed.
+# - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs.
+# - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
+#   rebuild them after the first backward pass in the order in which gradients became ready.
+# - All buckets have one size; PyTorch's first has 1 MiB.
+# - A second backward() of one forward, with retain_graph=True, reduces gradients again.
+# - A module without trainable parameters is accepted.
+# - The wrapper cannot be copied or pickled; the wrapped module can.
+# - A buffer registered after wrapping is not broadcast: every rank keeps its own.
+# - Before a broadcast, ranks ask one another whether a buffer's shape or dtype has changed, in an
+#   all-gather of one byte. The host waits for it and, if the group has only NCCL, for the GPU.
 
 
 # ---- buffers -------------------------------------------------------------------------------------
@@ -789,7 +817,8 @@ def _demonstrate():
         model(inputs.chunk(world_size)[rank]).square().mean().backward()
     error = max((p.grad - g).abs().max().item() for p, g in zip(module.parameters(), whole))
     if rank == 0:
-        claimed, counted = ddp_bytes(module, world_size), traffic.bytes("all_reduce")
+        claimed = ddp_bytes(module, world_size)
+        counted = traffic.bytes("all_reduce")
         print(f"{len(model.buckets)} buckets, claimed {claimed} bytes, counted {counted}")
         print(f"largest difference from one process's gradients: {error:.1e}")
 

@@ -395,6 +395,36 @@ def test_the_straight_path_of_stage_3_trains_as_one_process_and_holds_two_units_
 
 
 @on_ranks(2)
+def test_the_straight_path_frees_the_gradients_of_a_unit_while_backward_goes_on():
+    """The sums here keep the tensors until they are waited for, as those of GPUs may."""
+    net = stack(6)
+    sequence = zero.StoredSequence(net.blocks)
+    packed = []
+    left = []
+
+    def scatter(total, flat, scatter=zero.reduce_scatter_single, async_op=True, **how):
+        packed.append(StorageWeakRef(flat.untyped_storage()))
+        left.append(sum(not storage.expired() for storage in packed))
+        calls = [partial(scatter, total, flat, **how)]
+        return SimpleNamespace(wait=lambda: calls and calls.pop()())
+
+    with patch.object(zero, "reduce_scatter_single", scatter):
+        mean_square(net, torch.ones(2, 96)).backward()
+        sequence.finish()
+    assert left == [1, 2, 2, 2, 2, 2]  # this unit's, and those of the unit before it in backward
+
+
+@on_ranks(2)
+def test_the_straight_path_refuses_a_loss_that_does_not_use_all_parameters():
+    units = nn.Linear(3, 3), Pair([nn.Linear(3, 3), nn.Linear(3, 3)])
+    units[1].used = 0
+    sequence = zero.StoredSequence(units)
+    units[1](units[0](torch.ones(1, 3))).sum().backward()
+    with pytest.raises(AssertionError, match="the loss has not used all parameters of this unit"):
+        sequence.finish()
+
+
+@on_ranks(2)
 def test_a_clipping_norm_of_a_tensor_parallel_ranks_part_alone_is_refused():
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     layer = tensor_parallel.ColumnParallelLinear(4, 4, group=dist.group.WORLD)
@@ -1227,6 +1257,20 @@ def test_finish_grad_sync_waits_for_sums_that_are_all_still_under_way():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [soak(1), soak(2), 3])
+def test_finish_grad_sync_sums_gradients_of_passes_that_were_all_under_no_sync(stage):
+    net, x = make_net(), make_data(4)
+    model = FullyShardedDataParallel(net, units=net.blocks, stage=stage)
+    with model.no_sync():
+        for _ in range(2):
+            mean_square(model, own_part(x)).backward()
+    for _ in range(2):  # the second call finds nothing to do
+        model.finish_grad_sync()
+    expected = gradients_alone(make_net(), lambda net: 2 * mean_square(net, x))
+    assert_close(whole_gradients(net), expected)
+
+
+@on_ranks(2)
 def test_sums_under_way_end_before_the_next_of_their_unit_and_free_whole_gradients_early():
     """A forward pass advances the sums: a reduce-scatter, then an all-reduce over replicas."""
     alone, under_way = [dist.new_group([r]) for r in range(2)][dist.get_rank()], deque()
@@ -1297,6 +1341,27 @@ def test_training_continues_after_a_pass_that_failed(stage, failing, only_adds):
     mean_square(model, own_part(x)).backward()
     expected = gradients_alone(make_net(), lambda net: mean_square(net, x))
     assert_close(whole_gradients(model.module), expected)
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_inside_forward_is_ended_by_finish_grad_sync():
+    net, x = make_net(), make_data(4)
+    model = FullyShardedDataParallel(net, units=net.blocks)
+    handles = [
+        net.blocks[0].register_full_backward_hook(fail),
+        net.blocks[1].register_forward_hook(lambda *arguments: arguments[-1].sum().backward()),
+    ]
+    with pytest.raises(KeyError):
+        model(own_part(x))
+    for handle in handles:
+        handle.remove()
+    with pytest.raises(RuntimeError, match=r"failed: finish_grad_sync\(\) ends it"):
+        model(own_part(x))
+    model.finish_grad_sync()
+    model.zero_grad()
+    mean_square(model, own_part(x)).backward()
+    expected = gradients_alone(make_net(), lambda net: mean_square(net, x))
+    assert_close(whole_gradients(net), expected)
 
 
 @on_ranks(2)
@@ -1563,6 +1628,18 @@ def test_weights_changed_by_hand_are_used_or_the_pass_is_rejected(stage):
             loss.backward()
         assert_close(model(x), alone(x))
         assert_close(model.state_dict(), alone.state_dict())
+
+
+@on_ranks(2)
+def test_a_step_of_the_optimizer_of_shards_between_forward_and_backward_is_noticed():
+    """Autograd compares versions of what it has saved, here a weight; the step is not in place."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    net(torch.ones(1, 3)).sum().backward()
+    loss = net(torch.ones(1, 3)).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @on_ranks(2)
