@@ -53,7 +53,6 @@ Trainer.step() is a step over all axes. The rest serves these.
 """
 
 import argparse
-import codecs
 import ctypes
 import fcntl
 import gc
@@ -93,7 +92,7 @@ from torch.distributed.checkpoint import metadata, planner
 from torch.utils._pytree import tree_leaves
 
 from collectives import (
-    ReduceOp, all_reduce, barrier, broadcast, gather_objects, rank_and_size,
+    all_reduce, any_rank, barrier, broadcast, gather_objects, rank_and_size,
     schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
@@ -771,7 +770,7 @@ def sum_tallies(mixtures, args, mesh, device):
 
 def check_vocabulary(inputs, targets, size):
     """Raise TrainingError if a token of the batch is outside the vocabulary. Collective."""
-    if on_any_rank(max(inputs.max().item(), targets.max().item()) >= size):
+    if any_rank(max(inputs.max().item(), targets.max().item()) >= size):
         raise TrainingError(f"--data: a token is outside --vocab-size {size}")
 
 
@@ -1674,30 +1673,33 @@ def read_data(args):
 
     Raises TrainingError with status 2 if the data cannot be read, differ between nodes, or have a
     token outside the vocabulary. If nodes had different standard libraries, a pipeline's last stage
-    would read targets that do not belong to the first stage's inputs. The ranks of a node divide
-    the tokens, since hashing 1.3 GB takes a core a second.
+    would read targets that do not belong to the first stage's inputs.
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
-    size = 2**24  # tokens in a chunk, so that the digest does not depend on the number of ranks
-    chunks = [part[begin : begin + size] for part in data for begin in range(0, len(part), size)]
-    rank_on_node = dist.get_rank() % args.per_node
-    digests = {}
-    largest = 0
-    for number in range(rank_on_node, len(chunks), args.per_node):
-        digests[number] = hashlib.sha256(chunks[number]).hexdigest()
-        largest = max(largest, int(chunks[number].max()))
-    found = gather_objects((largest, digests))
-    largest = max(largest for largest, _ in found)
+    digest, largest = digest_of(data, args.per_node)
     if largest >= args.vocab_size:
         token = f"token {largest} (read as {data.train.dtype})"
         raise TrainingError(f"{source}{token} is outside --vocab-size {args.vocab_size}", 2)
-    first_rank = dist.get_rank() - rank_on_node
-    of_node = ChainMap(*[digests for _, digests in found[first_rank:][: args.per_node]])
-    whole = "".join(of_node[number] for number in range(len(chunks)))
-    digest = hashlib.sha256(whole.encode()).hexdigest()
     require_same({"data": f"with digest {digest}"}, source)
     return data, digest
+
+
+def digest_of(data, per_node):
+    """Return (SHA-256 of this node's data, largest token on any node). Collective.
+
+    Hashing 1.3 GB takes a core a second, so the ranks of a node divide the chunks of the data.
+    """
+    size = 2**24  # tokens in a chunk, so that the digest does not depend on the number of ranks
+    chunks = [part[begin : begin + size] for part in data for begin in range(0, len(part), size)]
+    rank_on_node = dist.get_rank() % per_node
+    own = chunks[rank_on_node::per_node]
+    digests = [hashlib.sha256(chunk).hexdigest() for chunk in own]
+    found = gather_objects((digests, max([int(chunk.max()) for chunk in own], default=0)))
+    first_rank = dist.get_rank() - rank_on_node
+    of_node = [digests for digests, _ in found[first_rank : first_rank + per_node]]
+    whole = "".join(of_node[i % per_node][i // per_node] for i in range(len(chunks)))
+    return hashlib.sha256(whole.encode()).hexdigest(), max(largest for _, largest in found)
 
 
 def load_data(path, seq_len, vocab_size=256):
@@ -1710,7 +1712,8 @@ def load_data(path, seq_len, vocab_size=256):
         a folder of train.bin, val.bin     two such files, as nanoGPT prepares them
 
     In all cases but the last, the last tenth is for validation. In a folder, hidden files, empty
-    ones and other folders are left out. Raises OSError or ValueError.
+    ones and other folders are left out. Text from a folder or a .jsonl file takes its size in
+    memory in each process, and other files stay on the disk. Raises OSError or ValueError.
     """
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     pattern = "[!.]*" if path else "*.py"
@@ -1738,17 +1741,16 @@ LLMC = 20240520, 20240801  # files of llm.c begin with one of these, as an int32
 
 
 def read_tokens(path, dtype):
-    """Return the tokens of a .bin file, which stay on the disk until they are used.
-
-    Raises ValueError if it holds something else that could pass for tokens.
-    """
+    """Return the tokens of a .bin file, or raise ValueError if it holds anything but tokens."""
     name = path.name
     head = np.memmap(path, np.uint8, "r")[:1000].tobytes()
     has_index = path.with_suffix(".idx").exists()
     need(not has_index, f"{name} is Megatron's, as it has an .idx file, which says of what type")
     is_llmc = int.from_bytes(head[:4], "little") in LLMC
     need(not is_llmc, f"{name} begins with llm.c's header of 1024 bytes, which are no tokens")
-    need(not is_utf8(head), f"{name} is text, so its name should not end with .bin")
+    text = head.decode(errors="replace")[:-1]  # the last character may have been cut
+    is_text = "\0" not in text and "\ufffd" not in text  # U+FFFD stands for what is not UTF-8
+    need(not is_text, f"{name} is text, so its name should not end with .bin")
     tokens = np.memmap(path, dtype, "r")
     # Of wider integers, one half is 0 or far below the other one: below 16 for tokens below 2**20
     end = tokens[max(len(tokens) // 2, len(tokens) - 2**20) :]  # without a header, which may differ
@@ -1759,24 +1761,13 @@ def read_tokens(path, dtype):
     return tokens
 
 
-def is_utf8(head):
-    """Return whether bytes are the beginning of a text in UTF-8."""
-    try:
-        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-
-
 def read_text(path):
-    """Return the bytes of a text, or of the texts in a .jsonl file."""
+    """Return the bytes of a text, or those of the texts in a .jsonl file."""
     text = np.memmap(path, np.uint8, "r")
-    is_binary = (text[: 2**20] == 0).any()
+    is_binary = not text[: 2**20].all()
     need(not is_binary, f"{path.name} is binary, not text: tokens are read from .bin files")
-    return np.frombuffer(join_texts(path), np.uint8) if path.suffix == ".jsonl" else text
-
-
-def join_texts(path):
-    """Return the "text" of each line of a .jsonl file, joined by DOCUMENT_END."""
+    if path.suffix != ".jsonl":
+        return text
     texts = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -1787,7 +1778,7 @@ def join_texts(path):
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 fault = f'{path.name}: line {number} is no JSON object with a "text"'
                 raise ValueError(fault) from None
-    return DOCUMENT_END.join(texts)
+    return np.frombuffer(DOCUMENT_END.join(texts), np.uint8)
 
 
 def check_memory(args, device):
@@ -1826,8 +1817,10 @@ def prompt_of(args, data):
     """
     if args.prompt is None:
         return data.validation[:1].tolist()
-    is_text = data.is_text
-    tokens = list(os.fsencode(args.prompt)) if is_text else [*map(int, args.prompt.split(","))]
+    if data.is_text:
+        tokens = list(os.fsencode(args.prompt))
+    else:
+        tokens = [int(number) for number in args.prompt.split(",")]
     for token in tokens:
         is_inside = 0 <= token < args.vocab_size
         need(is_inside, f"token {token} is outside --vocab-size {args.vocab_size}")
@@ -1840,8 +1833,8 @@ def sample(trainer, prompt, count):
 
     Every token takes a forward of one row through the whole layout, and replicas compute the same.
     This is slow (200 tokens of the default model take as long as some ten validations) but needs
-    no code of its own in any layer. It reads up to --seq-len tokens, of a longer text the last
-    ones. Zeros fill a row up at the end, where causal attention does not look.
+    no code of its own in any layer. A row has the last tokens, --seq-len at most, and then zeros,
+    at which causal attention does not look.
 
     All layouts write the same text in exact arithmetic. --capacity-factor and --topk-nodes are
     exceptions, as the experts that a token uses then depend on the layout. In training, nothing
@@ -1852,7 +1845,15 @@ def sample(trainer, prompt, count):
     length = math.ceil((len(prompt) + count) / divisor) * divisor
     length = min(length, args.seq_len)
     set_length(trainer, length)
-    pipeline = row_pipeline(trainer)
+    for chunk in trainer.chunks:
+        chunk.eval()
+    stages = trainer.stages[: len(trainer.unique_chunks)]
+    schedule = forward_only(args.pp, 1, schedule_of(args).routes[0])
+    pipeline = Pipeline(
+        stages, schedule, lambda logits, _: logits, group=trainer.mesh.pp_group,
+        shape=(len(trainer.chunks[0].positions), 1, args.hidden),  # sp divides positions, too
+        dtype=trainer.evaluation.like["dtype"], device=trainer.device,
+    )  # fmt: skip
     random = np.random.default_rng([args.seed, trainer.steps_done])
     tokens = list(prompt)
     for _ in range(count):
@@ -1873,25 +1874,14 @@ def set_length(trainer, length):
         chunk.set_positions(trainer.positions.to(trainer.device))
 
 
-def row_pipeline(trainer):
-    """Return a Pipeline whose step() returns the logits (T, 1, V/tp) of one row. Collective."""
-    args = trainer.args
-    for chunk in trainer.chunks:
-        chunk.eval()
-    stages = trainer.stages[: len(trainer.unique_chunks)]
-    schedule = forward_only(args.pp, 1, schedule_of(args).routes[0])
-    return Pipeline(
-        stages, schedule, lambda logits, _: logits, group=trainer.mesh.pp_group,
-        shape=(len(trainer.chunks[0].positions), 1, args.hidden),
-        dtype=trainer.evaluation.like["dtype"], device=trainer.device,
-    )  # fmt: skip
-
-
 def next_logits(trainer, pipeline, window, length):
-    """Return the logits (V,) of the token that follows the window of at most `length` tokens."""
+    """Return the logits (V,) of the token that follows the window of at most `length` tokens.
+
+    pipeline: its step() returns the logits (T, 1, V/tp) of one row, on ranks with the last stage.
+    """
     row = torch.tensor([window + [0] * (length - len(window))])
     (row,) = trainer.own_tokens(row)  # (1, T)
-    output = pipeline.step(row, row)  # (T, 1, V/tp), or None on ranks without the last stage
+    output = pipeline.step(row, row)
     logits = torch.zeros(trainer.args.vocab_size, dtype=torch.float64, device=trainer.device)
     if output is not None:
         (start,) = (chunk.vocab_start for chunk in trainer.unique_chunks if chunk.is_last)
@@ -1997,22 +1987,21 @@ def is_moment(value, weight):
 
 
 def require_savable(trainer, options):
-    """Raise ValueError if the optimizer has state that a checkpoint would lose.
+    """Raise ValueError if the optimizer has state that a checkpoint would lose in silence.
 
-    It may keep tensors that have their weight's shape, and "step", the number of steps. options:
-    those of its groups before the first step. The learning rate is the trainer's.
+    options: those of its groups before the first step. The learning rate is the trainer's.
     """
     optimizer = trainer.optimizer
-    kept = []  # the names of what would be lost
-    steps = []
+    lost = set()
     for weight, state in optimizer.state.items():
-        for name, value in state.items():
-            if name == "step":
-                steps.append(torch.as_tensor(value))
-            elif name == "model" or not (value is None or is_moment(value, weight)):
-                kept.append(name)  # weights are saved as "model"
+        for name in state.keys() - {"step"}:
+            is_saved = state[name] is None or is_moment(state[name], weight)
+            if name == "model" or not is_saved:  # weights are saved as "model"
+                lost.add(name)
+    states = optimizer.state.values()
+    steps = [torch.as_tensor(state["step"]) for state in states if "step" in state]
     if steps and torch.stack(steps).ne(trainer.steps_done).any():  # the host waits once
-        kept.append("step")
+        lost.add("step")
     shapes = {weight.shape for weight in trainer.parameters()}
 
     def is_state(value):
@@ -2022,12 +2011,12 @@ def require_savable(trainer, options):
 
     for name in vars(optimizer).keys() - {"state", "param_groups"}:
         if any(map(is_state, tree_leaves(vars(optimizer)[name]))):
-            kept.append(name)
+            lost.add(name)
     for group, before in zip(optimizer.param_groups, options):
         names = group.keys() - {"params", "lr", "shards"}
-        kept += [name for name in names if group[name] is not before.get(name)]
-    who = f"{type(optimizer).__name__} keeps {', '.join(sorted(set(kept)))}"
-    need(not kept, f"{who}: checkpoints have only state of the weights' shapes, and the step")
+        lost.update(name for name in names if group[name] is not before.get(name))
+    who = f"{type(optimizer).__name__} keeps {', '.join(sorted(lost))}"
+    need(not lost, f"{who}: checkpoints have only state of the weights' shapes, and the step")
 
 
 def create_moments(trainer):
@@ -2064,7 +2053,8 @@ class Saver:
     or wait() raises the error.
 
     Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. At
-    its end, a save under way is waited for, unless ranks have come apart.
+    its end, a save under way is waited for, unless ranks have come apart. No other run can use the
+    folder until the thread has ended.
 
     data_digest: that of read_data(). sigterm: whether this rank has received SIGTERM.
     """
@@ -2110,7 +2100,7 @@ class Saver:
 
     def must_stop(self):
         """Return whether any rank has received SIGTERM, or a save has failed. Collective."""
-        return on_any_rank(self.sigterm or self.failed)
+        return any_rank(self.sigterm or self.failed)
 
     def wait(self):
         """Return when the save under way has ended. If it failed, raise TrainingError."""
@@ -2128,13 +2118,13 @@ class Saver:
         self.sigterm = True
 
     def __exit__(self, kind, *_):
-        try:
-            if kind is None or issubclass(kind, TrainingError):  # all ranks have come here
-                self.wait()
-        finally:  # a process that has lost the others must end when torchrun says so
-            signal.signal(signal.SIGTERM, self.handler)
-            self.lock.close()
-            self.executor.shutdown(wait=False)
+        are_together = kind is None or issubclass(kind, TrainingError)
+        self.executor.submit(self.lock.close)  # the thread does so after a save that is under way
+        # a process that has lost the others must end when torchrun says so
+        self.executor.shutdown(wait=are_together)
+        signal.signal(signal.SIGTERM, self.handler)
+        if are_together:
+            self.wait()
 
 
 @torch.no_grad()
@@ -2162,14 +2152,14 @@ class Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            cause = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__context__
-            raise cause or error
+            raise error.__context__ or error
 
 
 def write_checkpoint(state, path, run, group):
     """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
+
+    The folder is complete when it gets its name: the state in PyTorch's files, run.json, and the
+    digests of these files in SHA256SUMS, with which `sha256sum -c` compares them, too.
 
     run: {name: value} of the flags and the data of the run that saves it.
     """
@@ -2200,7 +2190,7 @@ def commit(run, partial_path, path, digests):
     for file in partial_path.iterdir():
         if file.name not in digests:  # a save of more ranks that was killed has left it
             file.unlink()
-    write_run(partial_path, run | {"sha256": digests})
+    write_run(partial_path, run, digests)
     os.sync()  # a checkpoint is on the disk before it gets its name
     partial_path.rename(path)
     for old in checkpoints_of(path.parent)[: -run["keep"]]:
@@ -2209,15 +2199,12 @@ def commit(run, partial_path, path, digests):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def write_run(folder, run):
-    """Write {name: value} to the folder's run.json, with a checksum of all of it."""
-    text = json.dumps(run | {"checksum": checksum_of(run)}, indent=4)
-    (folder / "run.json").write_text(text)
-
-
-def checksum_of(run):
-    """Return a checksum of what a run.json says besides its checksum."""
-    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+def write_run(folder, run, digests):
+    """Write a checkpoint's run.json, and the digests of its other files and of this one."""
+    file = folder / "run.json"
+    file.write_text(json.dumps(run, indent=4))
+    digests = digests | digests_of([file])
+    (folder / "SHA256SUMS").write_text("".join(f"{digests[name]}  {name}\n" for name in digests))
 
 
 def checkpoints_of(folder):
@@ -2265,37 +2252,33 @@ def resume(trainer, folder, data_digest=""):
 
 
 def check_checkpoint(path, args):
-    """Return what run.json says, or raise ValueError if the checkpoint is of another model or has
-    changed since it was saved.
+    """Return what run.json says. Raise ValueError if the checkpoint is damaged or of another model.
     """
-    run = read_run(path)
+    run = read_run(path, dist.get_rank(), args.world_size)
     for name in [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]:
         own = as_typed(name, getattr(args, name))  # "--hidden 128"
         theirs = as_typed(name, run.get(name))
         need(own == theirs, f"{own}, but {path} has {theirs}")
-    digests = run["sha256"]
-    for file in sorted(path.iterdir()):
-        is_known = file.name == "run.json" or file.name in digests
-        need(is_known, f"{file} is not among the files that were saved")
-    own_files = sorted(digests)[dist.get_rank() :: args.world_size]  # each rank checks some files
-    for name, digest in digests_of(path / name for name in own_files).items():
-        need(digest == digests[name], f"{path / name} has changed since it was saved")
     return run
 
 
-def read_run(path):
-    """Return what a checkpoint's run.json says, {name: value}; raise ValueError if it is damaged,
-    or if the folder has been renamed.
+def read_run(path, rank=0, world_size=1):
+    """Return what a checkpoint's run.json says, {name: value}.
+
+    Raises ValueError if the files are not those that were saved, or the folder has been renamed.
+    All ranks check run.json, and divide the other files among them.
     """
-    try:
-        run = dict(json.loads((path / "run.json").read_bytes()))
-        checksum = run.pop("checksum")
-        name = f"step_{run['step']:08d}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"  # a repr may quote the whole file
-        raise ValueError(f"{path}/run.json does not hold the flags of a run: {reason}") from None
-    need(checksum == checksum_of(run), f"{path}/run.json has changed since it was saved")
-    need(name == path.name, f"{path} has been renamed, as its run.json is of step {run['step']}")
+    lines = (path / "SHA256SUMS").read_text(errors="replace").splitlines()
+    saved = {line[66:]: line[:64] for line in lines}
+    for file in sorted(path.iterdir()):
+        is_known = file.name in saved or file.name == "SHA256SUMS"
+        need(is_known, f"{file} is not among the files that were saved")
+    own = ["run.json", *sorted(saved)[rank::world_size]]
+    for name, digest in digests_of(path / name for name in own).items():
+        need(digest == saved.get(name), f"{path / name} has changed since it was saved")
+    run = json.loads((path / "run.json").read_bytes())
+    is_named = path.name == f"step_{run['step']:08d}"
+    need(is_named, f"{path} has been renamed, as its run.json is of step {run['step']}")
     return run
 
 
@@ -2317,13 +2300,9 @@ def require_equal_gradients(trainer):
 
     A layer that forgets mark_sum_over_tp() or set_shard() shows in the first step.
     """
-    args, mesh = trainer.args, trainer.mesh
-    groups = []
-    if args.tp > 1:
-        groups.append(mesh.tp_group)
-    if args.tp > 1 and args.experts:
-        groups.append(mesh.expert_tp_group)
-    for group in groups:
+    if trainer.args.tp == 1:
+        return
+    for group in dict.fromkeys(home.copies_group for home in trainer.homes):
         for chunk in trainer.chunks:
             on_all_ranks(check_gradients_over_tp, chunk, group, status=1)
 
@@ -2929,13 +2908,6 @@ def require_same(own, prefix=""):
 def first_line(error):
     """Return the first line of an error's text."""
     return str(error).strip().split("\n")[0]
-
-
-def on_any_rank(condition):
-    """Return whether the condition is true on any rank. The all-reduce uses gloo, not the GPUs."""
-    found = torch.tensor(condition, dtype=torch.uint8)
-    all_reduce(found, ReduceOp.MAX)
-    return bool(found)
 
 
 # ---- one process ---------------------------------------------------------------------------------
