@@ -2911,6 +2911,15 @@ def first_line(error):
 
 
 # ---- one process ---------------------------------------------------------------------------------
+#
+# How a run ends, and what it prints, under torchrun or in a world of one:
+#
+#     it has trained                 status 0
+#     wrong flags, data, files       TrainingError on all ranks     one line, status 2
+#     a step or a save fails         TrainingError on all ranks     one line, status 1
+#     SIGTERM with --checkpoint      TrainingError on all ranks     one line, status 143
+#     a rank dies or stays silent    its peers lose it              one line of one rank, status 1
+#     any other error                one rank raises it             one traceback, status 1
 
 # Variables that main() sets unless they are set already. CUDA and NCCL read them when they start.
 ENVIRONMENT = {
@@ -2918,6 +2927,35 @@ ENVIRONMENT = {
     "NCCL_MAX_P2P_NCHANNELS": "16",  # half of the usual channels, and so half of NCCL's buffers
 }
 OF_A_MACHINE = {"data", "checkpoint", "metrics"}  # paths, which may differ between machines
+
+
+def main(argv=None, work=train):
+    """Run work(args, device) on one rank, under torchrun or in a world of one.
+
+    Returns the exit status: 2 if flags are wrong, that of a TrainingError, or what work() returns.
+    """
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        store = join(argv)
+    except (ValueError, RuntimeError) as error:  # a variable of torchrun or a process is missing
+        say(f"error: rank {os.environ.get('RANK')}: {first_line(error)}")
+        return 2 if isinstance(error, ValueError) else 1
+    try:
+        status = perform(argv, work)
+        barrier()  # no rank may close connections that another still uses
+    except Exception as error:
+        # Other ranks fail because this one does, or this one because another has failed. They may
+        # be waiting, or gone, so it says nothing to them.
+        if not is_first_to_fail(store):
+            return 1
+        if not is_lost_connection(error):
+            raise
+        say(f"error: rank {dist.get_rank()}: {first_line(error)}")
+        return 1
+    dist.destroy_process_group()
+    return status
 
 
 def join(argv):
@@ -2928,8 +2966,9 @@ def join(argv):
     """
     words = [word for word in argv if word not in ("-h", "--help")]
     try:  # no group can change its timeout later
-        timeout = timedelta(seconds=vars(Parser().parse_known_args(words)[0])["timeout"])
-    except (ValueError, KeyError):  # agree() refuses wrong flags on all ranks
+        given, _ = Parser().parse_known_args(words)
+        timeout = timedelta(seconds=vars(given).get("timeout", Args.timeout))
+    except ValueError:  # agree() refuses wrong flags on all ranks
         timeout = timedelta(seconds=Args.timeout)
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
@@ -2942,19 +2981,37 @@ def join(argv):
     return store
 
 
+def perform(argv, work):
+    """Return the exit status of work(), or of a TrainingError, which all ranks raise. Collective.
+    """
+    rank = dist.get_rank()
+    try:
+        args, device = agree(argv)
+        for sentence in broken(SLOW, args):
+            if rank == 0:
+                say(f"warning: {sentence}")
+        torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
+        gc.freeze()  # what was imported is never garbage, so collections need not look at it
+        return work(args, device) or 0
+    except TrainingError as error:
+        if rank == 0:
+            say(f"error: {error}")
+        return error.status
+
+
 def agree(argv):
     """Return the Args, which are the same on all ranks, and this process's device. Collective.
 
     Raises TrainingError with status 2 if flags are wrong on any rank, or differ between ranks.
     """
-    world_size = dist.get_world_size()
+    rank, world_size = rank_and_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     # ranks of a node are consecutive, so every run of so many ranks is on one node
     per_node = math.gcd(*gather_objects(local_size))
     # --help is printed once
-    with nullcontext() if dist.get_rank() == 0 else redirect_stdout(io.StringIO()):
+    with nullcontext() if rank == 0 else redirect_stdout(io.StringIO()):
         args = on_all_ranks(parse, argv, world_size, per_node)
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank % local_size))
     device = on_all_ranks(choose_device, args, local_rank, local_size)
     own = {k: v for k, v in flags_of(args).items() if k not in OF_A_MACHINE}
     own["device"] = f"{args.device} ({device.type})"  # a machine may lack GPUs
@@ -2979,73 +3036,22 @@ def choose_device(args, local_rank=0, per_node=1):
     return device
 
 
-def is_lost_connection(error):
-    """Return whether an error says that another process is missing, silent or has ended."""
-    if isinstance(error, (dist.DistStoreError, dist.DistNetworkError)):
-        return True
-    told = "lost rank|[Cc]onnection (closed|reset)|Broken pipe|Wait timeout|Timed out"
-    return bool(re.search(told, str(error)))
-
-
-def is_first_to_tell(store):
-    """Return whether no other rank has told of its end, or of that of another, before.
-
-    If a rank dies, those that wait for it notice first. Others wait for these, until they end.
-    """
+def is_first_to_fail(store):
+    """Return whether no rank has asked this before."""
     try:
-        return store.add("lost", 1) == 1
+        return store.add("failed", 1) == 1
     except RuntimeError:  # the store's process, which is torchrun's or rank 0's, has died
         return True
 
 
-def is_out_of_memory(error):
-    """Return whether an error says that the host or a GPU has no memory left."""
-    kinds = MemoryError, torch.OutOfMemoryError
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+def is_lost_connection(error):
+    """Return whether an error says that another process is missing, silent or has ended."""
+    return isinstance(error, dist.DistError) or " lost rank " in str(error)
 
 
 def say(sentence):
     """Print a line for the user in a single write, so that lines of processes do not mix."""
     print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
-
-
-def main(argv=None, work=train):
-    """Run work(args, device) on one rank, under torchrun or in a world of one.
-
-    Returns the exit status: 2 if flags are wrong, that of a TrainingError, or what work() returns.
-    """
-    for variable, value in ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        store = join(argv)
-    except (ValueError, RuntimeError) as error:  # a variable of torchrun or a process is missing
-        say(f"error: rank {os.environ.get('RANK')}: {first_line(error)}")
-        return 2 if isinstance(error, ValueError) else 1
-    rank = dist.get_rank()
-    try:
-        args, device = agree(argv)
-        for sentence in broken(SLOW, args):
-            if rank == 0:
-                say(f"warning: {sentence}")
-        torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
-        gc.freeze()  # what was imported is never garbage, so collections need not look at it
-        status = work(args, device) or 0
-    except TrainingError as error:  # which all ranks raise
-        status = error.status
-        if rank == 0:
-            say(f"error: {error}")
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            say(f"error: rank {rank} has no memory left: {first_line(error)}")
-        elif not is_lost_connection(error):
-            raise
-        elif is_first_to_tell(store):
-            say(f"error: rank {rank}: {first_line(error)}")
-        return 1  # without a farewell, as others may be waiting, or gone
-    barrier()  # no rank may close connections that another still uses
-    dist.destroy_process_group()
-    return status
 
 
 if __name__ == "__main__":
