@@ -2487,8 +2487,6 @@ def flag(default, help, **details):
 
     details: choices, or the bounds of a number, which must be in [least, below). By default, least
         is 1, or 0 for a float, and below is 2**31, or infinity for a float.
-        needs: what the flag has no effect without, an expression as in RULES. If it does not hold,
-            the flag is refused, except with the value `neutral`, which means that it is off.
         group: the heading in --help for this flag and the next ones (default: the previous one).
     """
     return field(default=default, metadata={"help": help} | details)
@@ -2496,108 +2494,92 @@ def flag(default, help, **details):
 
 @dataclass(frozen=True, kw_only=True)
 class Args(GPTConfig):
-    """All flags of a run, completed and checked."""
+    """All flags of a run, completed and checked. NEEDS says which have no effect without others."""
 
     world_size: int
     per_node: int  # so many consecutive ranks always share a node
     ep_nodes: int  # the number of nodes over which an ep_group is spread
 
-    # the model and its experts
+    # the model
     layers: int = flag(GPTConfig.layers, "number of transformer layers", below=10**5, group="model")
     hidden: int = flag(GPTConfig.hidden, "width of the model")
     heads: int = flag(GPTConfig.heads, "attention heads")
     seq_len: int = flag(GPTConfig.seq_len, "tokens in a sequence")
     vocab_size: int = flag(GPTConfig.vocab_size, "tokens in the vocabulary")
-    dropout: float = flag(
-        GPTConfig.dropout, "dropout probability, in attention and residuals", below=1,
-    )  # fmt: skip
+    dropout: float = flag(GPTConfig.dropout, "dropout in attention and residuals", below=1)
     kv_heads: int | None = flag(GPTConfig.kv_heads, "heads of keys and values (default: --heads)")
     ffn: int | None = flag(GPTConfig.ffn, "inner width of an MLP or expert (default: 4 x --hidden)")
     block: str = flag(GPTConfig.block, "GPT-2's or Llama's layers", choices=("gpt2", "llama"))
-    rope_theta: float = flag(
-        GPTConfig.rope_theta, "base of the angles of Llama's rotary positions", least=1,
-        needs="block == 'llama'",
-    )  # fmt: skip
+    rope_theta: float = flag(GPTConfig.rope_theta, "base of rotary positions' angles", least=1)
     head: str | None = flag(
         GPTConfig.head, "whether the head has the embedding's weight (default: tied, with --block "
         "llama untied)", choices=("tied", "untied"),
     )  # fmt: skip
+
+    # its experts
     experts: int = flag(
-        GPTConfig.experts, "experts in a layer, or 0 for an MLP", least=0, group="experts",
-    )  # fmt: skip
-    top_k: int = flag(GPTConfig.top_k, "experts that a token uses", needs="experts > 0")
+        GPTConfig.experts, "experts in a layer, or 0 for an MLP", least=0, group="experts"
+    )
+    top_k: int = flag(GPTConfig.top_k, "experts that a token uses")
     shared_experts: int = flag(
-        GPTConfig.shared_experts, "experts that every token uses in addition", least=0,
-        needs="experts > 0", neutral=0,
-    )  # fmt: skip
+        GPTConfig.shared_experts, "experts that every token uses in addition", least=0
+    )
     capacity_factor: float | None = flag(
-        GPTConfig.capacity_factor, "limit of an expert's load / mean load", least=0.01,
-        needs="experts > 0",
-    )  # fmt: skip
+        GPTConfig.capacity_factor, "limit of an expert's load / mean load", least=0.01
+    )
     balance: str = flag(
         GPTConfig.balance, "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
-        choices=("aux", "bias", "none"), needs="experts > 0", neutral="none",
+        choices=("aux", "bias", "none"),
     )  # fmt: skip
-    moe_every: int = flag(
-        GPTConfig.moe_every, "one layer in this many has experts", needs="experts > 0", neutral=1,
-    )  # fmt: skip
+    moe_every: int = flag(GPTConfig.moe_every, "one layer in this many has experts")
     topk_nodes: int | None = flag(
-        GPTConfig.topk_nodes, "nodes whose experts a token may use (default: all)",
-        needs="experts > 0",
-    )  # fmt: skip
+        GPTConfig.topk_nodes, "nodes whose experts a token may use (default: all)"
+    )
 
-    # the degrees of the axes, and how the work is divided
-    dp: int | None = flag(None, "replicas (default: as many as there are processes for)",
-                          group="layout")  # fmt: skip
-    tp: int = flag(1, "ranks that split every matrix")
-    cp: int = flag(1, "ranks that split the sequence, in attention too")
-    pp: int = flag(1, "ranks of the pipeline")
-    zero: int | None = flag(None, "ZeRO stage (default: 1, or 0 if dp x cp = 1)", choices=range(4))
-    replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)",
-                                 needs="zero > 0", neutral=1)  # fmt: skip
-    cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS,
-                          needs="cp > 1")  # fmt: skip
-    schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES,
-                         needs="pp > 1", neutral="1f1b")  # fmt: skip
-    overlap: bool = flag(False, "compute a forward and a backward in turns, each while the other's "
-                         "tokens travel to experts: pays where they cross nodes; needs --ep > 1",
-                         needs=f"schedule in {WITH_PAIRS}")  # fmt: skip
-    chunks: int = flag(2, "pipeline stages on each rank", needs=f"schedule in {WITH_CHUNKS}",
-                       neutral=1)  # fmt: skip
-    microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)",
-                                    below=10**5)  # fmt: skip
-    ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread",
-                   needs="experts > 0", neutral=1)  # fmt: skip
-    expert_parts: int | None = flag(None, "parts of a microbatch, some of which travel beside the "
-                                    "experts of others (default: 2 if messages are long, else 1)",
-                                    needs="ep > 1", neutral=1)  # fmt: skip
-    collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"),
-                            needs="pp * dp * cp * tp > 1", neutral="ours")  # fmt: skip
+    # how the work is divided, with the degrees of the axes
     sp: bool = flag(
-        GPTConfig.sp, "sequence parallelism: split activations over tp, too", needs="tp > 1",
-        group="layout",
-    )  # fmt: skip
+        GPTConfig.sp, "sequence parallelism: split activations over tp, too", group="layout"
+    )
     recompute: str = flag(
         GPTConfig.recompute, "recompute attention (selective) or layers (full) in backward",
         choices=("none", "selective", "full"),
     )  # fmt: skip
     recompute_layers: int = flag(
-        GPTConfig.recompute_layers, "layers that --recompute full recomputes as one",
-        needs="recompute == 'full'", neutral=1,
+        GPTConfig.recompute_layers, "layers that --recompute full recomputes as one"
+    )
+    dp: int | None = flag(None, "replicas (default: as many as there are processes for)")
+    tp: int = flag(1, "ranks that split every matrix")
+    cp: int = flag(1, "ranks that split the sequence, in attention too")
+    pp: int = flag(1, "ranks of the pipeline")
+    zero: int | None = flag(None, "ZeRO stage (default: 1, or 0 if dp x cp = 1)", choices=range(4))
+    replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)")
+    cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
+    schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
+    overlap: bool = flag(
+        False, "compute a forward and a backward in turns, each while the other's tokens travel to "
+        "experts: pays where they cross nodes; needs --ep > 1",
     )  # fmt: skip
+    chunks: int = flag(2, "pipeline stages on each rank")
+    microbatches: int | None = flag(
+        None, "parts of a batch (default: 1; with pp up to 4 x pp)", below=10**5
+    )
+    ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
+    expert_parts: int | None = flag(
+        None, "parts of a microbatch, some of which travel beside the experts of others (default: "
+        "2 if messages are long, else 1)",
+    )  # fmt: skip
+    collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"))
 
     # what an optimizer step does
-    batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)",
-                                  group="optimisation")  # fmt: skip
+    batch_size: int | None = flag(
+        None, "sequences per step, of all replicas (default: 16 or more)", group="optimisation"
+    )
     steps: int = flag(1200, "optimizer steps", below=10**8)
     lr: float = flag(3e-3, "peak learning rate")
     warmup: int = flag(20, "steps of linear warm-up", least=0)
-    lr_decay: str = flag("cosine", "shape of the final decay of the learning rate",
-                         choices=("cosine", "linear", "none"))  # fmt: skip
-    decay_steps: int | None = flag(None, "last steps, which decay (default: all after the warm-up)",
-                                   needs="lr_decay != 'none'")  # fmt: skip
-    min_lr: float | None = flag(None, "learning rate after the decay (default: --lr / 10)",
-                                needs="lr_decay != 'none'")  # fmt: skip
+    lr_decay: str = flag("cosine", "shape of the final decay", choices=("cosine", "linear", "none"))
+    decay_steps: int | None = flag(None, "last steps, which decay (default: all after the warm-up)")
+    min_lr: float | None = flag(None, "learning rate after the decay (default: --lr / 10)")
     weight_decay: float = flag(0.1, "weight decay of matrices")
     grad_clip: float = flag(1.0, "largest norm of the gradients, or 0 for no limit")
     seed: int = flag(0, "seed of weights, batches and dropout", least=0, below=2**32)
@@ -2605,30 +2587,34 @@ class Args(GPTConfig):
     moments: str = flag("fp32", "dtype of Adam's moments between steps", choices=("fp32", "bf16"))
 
     # where a run happens, what it reads and what it writes
-    device: str = flag("auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
-                       choices=("auto", "cpu", "cuda", "shared"), group="run")  # fmt: skip
+    device: str = flag(
+        "auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
+        choices=("auto", "cpu", "cuda", "shared"), group="run",
+    )  # fmt: skip
     data: str | None = flag(None, "text, .jsonl, tokens (.bin), folder (default: Python's sources)")
     checkpoint: str | None = flag(None, "folder to save checkpoints in and to resume from")
-    save_every: int | None = flag(None, "steps between checkpoints (default: one at the end)",
-                                  needs="checkpoint")  # fmt: skip
-    keep: int = flag(2, "checkpoints to keep; older ones are deleted", needs="checkpoint")
+    save_every: int | None = flag(None, "steps between checkpoints (default: one at the end)")
+    keep: int = flag(2, "checkpoints to keep; older ones are deleted")
     eval_every: int | None = flag(None, "steps between validations (default: one at the end)")
-    sample: int | None = flag(None, "tokens to write with every validation (default: 200, or 0 "
-                              "with .bin data and no --prompt)", least=0)  # fmt: skip
-    prompt: str | None = flag(None, "start of a sample: text, or with .bin data tokens as 1,2,3 "
-                              "(default: the first token for validation)",
-                              needs="sample != 0")  # fmt: skip
-    temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens",
-                              needs="sample != 0")  # fmt: skip
+    sample: int | None = flag(
+        None, "tokens to write with every validation (default: 200, or 0 with .bin data and no "
+        "--prompt)", least=0,
+    )  # fmt: skip
+    prompt: str | None = flag(
+        None, "start of a sample: text, or with .bin data tokens as 1,2,3 (default: the first "
+        "token for validation)",
+    )  # fmt: skip
+    temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens")
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
     metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
-    peak_tflops: float | None = flag(None, "TFLOP/s that a device could reach, of which mfu is the "
-                                     "part used (default: that of some GPUs in bf16)")  # fmt: skip
+    peak_tflops: float | None = flag(
+        None, "TFLOP/s that a device could reach, of which mfu is the part used (default: that of "
+        "some GPUs in bf16)",
+    )  # fmt: skip
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
 FLAGS = [flag for flag in fields(Args) if "help" in flag.metadata]
-GROUPS = "model", "experts", "layout", "optimisation", "run"  # the headings in --help
 USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
 EPILOG = """
 A flag that has no effect without another one is refused if the other one is missing.
@@ -2641,130 +2627,33 @@ Unless they are set already, hybrid.py sets two environment variables:
   NCCL_MAX_P2P_NCHANNELS=16       NCCL's buffers take half as much memory
 """
 
-
-class Parser(argparse.ArgumentParser):
-    """The command line's parser. It raises ValueError on errors, and sets only the flags given."""
-
-    def __init__(self):
-        options = {"usage": USAGE, "description": __doc__.splitlines()[0], "epilog": EPILOG}
-        options["formatter_class"] = argparse.RawDescriptionHelpFormatter
-        super().__init__("hybrid.py", allow_abbrev=False, **options)
-        group = self
-        groups = {title: self.add_argument_group(title) for title in GROUPS}
-        for flag in FLAGS:
-            group = groups.get(flag.metadata.get("group"), group)
-            group.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
-
-    def error(self, message):
-        raise ValueError(message.removeprefix("argument "))
-
-
-MOST = {int: 2**31, float: math.inf}  # what a number must be below, unless its flag says it
-
-
-def options_of(flag):
-    """Return the options of add_argument() for a flag."""
-    details = flag.metadata
-    help = details["help"]
-    kind, *_ = get_args(flag.type) or [flag.type]  # the int of `int | None`
-    if flag.default is not None and kind is not bool:
-        help += f" (default: {flag.default})"
-    if "needs" in details:
-        help += f"; needs {as_flags(details['needs'])}"
-    if kind is bool:
-        return {"help": help, "action": "store_true"}
-    if "choices" in details:
-        return {"help": help, "type": kind, "choices": details["choices"]}
-    if kind is str:
-        return {"help": help, "type": not_empty}
-    least = details.get("least", 1 if kind is int else 0)
-    number = at_least(least, kind, details.get("below", MOST[kind]))
-    return {"help": help, "type": number, "metavar": "N"}
-
-
-def at_least(least, kind=int, below=math.inf):
-    """Return a type for argparse that accepts numbers in [least, below)."""
-
-    def number(text):
-        value = kind(text)
-        if not least <= value < below:
-            raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
-        return value
-
-    return number
-
-
-def not_empty(text):
-    """Return the text of a flag, which must not be empty."""
-    if not text:
-        raise argparse.ArgumentTypeError("the value is empty (is a shell variable not set?)")
-    return text
-
-
-def as_typed(name, value=True):
-    """Return a flag as it is written on the command line."""
-    dashed = "--" + name.replace("_", "-")
-    return dashed if value is True else f"{dashed} {value}"
-
-
-def typed(args, *names):
-    """Return some of the flags with their values, as they are written on the command line."""
-    return " ".join(as_typed(name, getattr(args, name)) for name in names)
-
-
-def flags_of(args):
-    """Return {name: value} of all flags, without the other fields of Args."""
-    return {flag.name: getattr(args, flag.name) for flag in FLAGS}
-
-
-def parse(argv, world_size, per_node=None):
-    """Return the Args of world_size processes, of which per_node, by default all, share a node.
-
-    Raises ValueError with one line, which names flags and values, if these do not fit together.
-    """
-    given = vars(Parser().parse_args(argv))
-    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given)
-    args.world_size = world_size
-    args.per_node = per_node or world_size
-    args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
-    dp_cp = args.dp * args.cp
-    if args.zero is None:
-        args.zero = int(dp_cp > 1)
-    if args.dtype == "bf16" and not args.zero:
-        is_whole = args.replicate in (None, dp_cp)
-        need(is_whole, f"{typed(args, 'dtype', 'replicate')} cuts state, so it needs --zero > 0")
-        args.zero = 1  # ZeRO keeps fp32 weights
-        args.replicate = dp_cp  # a copy per rank
-    args.replicate = args.replicate or 1
-    complete_model(args)
-    # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
-    inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
-    args.ep_nodes = args.ep // math.gcd(args.ep, inside)
-    args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp. By
-    # default, each replica's pipeline gets a multiple of 2 x pp sequences, cut into 4 x pp parts if
-    # possible.
-    most = 4 * args.pp if args.pp > 1 else 1
-    divisor = args.dp * (args.microbatches or math.ceil(most / 2))
-    args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
-    args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
-    if args.decay_steps is None:
-        args.decay_steps = max(0, args.steps - args.warmup)
-    if args.min_lr is None:
-        args.min_lr = args.lr / 10
-    check(args, given)
-    args = Args(**vars(args))
-    schedule_of(args)
-    return args
-
-
-def complete_model(args):
-    """Set the flags of the model whose defaults depend on other flags."""
-    args.kv_heads = args.kv_heads or args.heads
-    args.head = args.head or usual_head(args.block)
-    args.ffn = args.ffn or 4 * args.hidden
-
-
+# What a flag has no effect without: {flag: (an expression as in RULES, the value of the flag that
+# means that it is off)}. With another value, it is refused unless the expression holds.
+NEEDS = {
+    "rope_theta": ("block == 'llama'", None),
+    "top_k": ("experts > 0", None),
+    "shared_experts": ("experts > 0", 0),
+    "capacity_factor": ("experts > 0", None),
+    "balance": ("experts > 0", "none"),
+    "moe_every": ("experts > 0", 1),
+    "topk_nodes": ("experts > 0", None),
+    "sp": ("tp > 1", None),
+    "recompute_layers": ("recompute == 'full'", 1),
+    "replicate": ("zero > 0", 1),
+    "cp_method": ("cp > 1", None),
+    "schedule": ("pp > 1", "1f1b"),
+    "overlap": (f"schedule in {WITH_PAIRS}", None),
+    "chunks": (f"schedule in {WITH_CHUNKS}", 1),
+    "ep": ("experts > 0", 1),
+    "expert_parts": ("ep > 1", 1),
+    "collectives": ("pp * dp * cp * tp > 1", "ours"),
+    "decay_steps": ("lr_decay != 'none'", None),
+    "min_lr": ("lr_decay != 'none'", None),
+    "save_every": ("checkpoint", None),
+    "keep": ("checkpoint", None),
+    "prompt": ("sample != 0", None),
+    "temperature": ("sample != 0", None),
+}
 # What must hold of the flags, and how an error says it after it has listed their values. A rule may
 # rely on the earlier ones. Besides flags, it may use the other fields of Args.
 RULES = {
@@ -2803,16 +2692,114 @@ SLOW = {
 }  # fmt: skip
 
 
+def parse(argv, world_size, per_node=None):
+    """Return the Args of world_size processes, of which per_node, by default all, share a node.
+
+    Raises ValueError with one line, which names flags and values, if these do not fit together.
+    """
+    given = vars(Parser().parse_args(argv))
+    for name, value in given.items():
+        is_empty = value == ""
+        need(not is_empty, f"{as_typed(name)}: the value is empty (is a shell variable not set?)")
+    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given)
+    args.world_size = world_size
+    args.per_node = per_node or world_size
+    complete(args)
+    check(args, given)
+    args = Args(**vars(args))
+    schedule_of(args)
+    return args
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line's parser. It raises ValueError on errors, and sets only the flags given."""
+
+    def __init__(self):
+        options = {"usage": USAGE, "description": __doc__.splitlines()[0], "epilog": EPILOG}
+        options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__("hybrid.py", allow_abbrev=False, **options)
+        for flag in FLAGS:
+            if "group" in flag.metadata:
+                group = self.add_argument_group(flag.metadata["group"])
+            group.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
+
+    def error(self, message):
+        raise ValueError(message.removeprefix("argument "))
+
+
+def options_of(flag):
+    """Return the options of add_argument() for a flag."""
+    help = flag.metadata["help"]
+    kind, *_ = get_args(flag.type) or [flag.type]  # the int of `int | None`
+    if flag.default is not None and kind is not bool:
+        help += f" (default: {flag.default})"
+    if flag.name in NEEDS:
+        rule, _ = NEEDS[flag.name]
+        help += f"; needs {as_flags(rule)}"
+    if kind is bool:
+        return {"help": help, "action": "store_true"}
+    if kind is str:
+        return {"help": help, "choices": flag.metadata.get("choices")}
+    if "choices" in flag.metadata:
+        return {"help": help, "type": kind, "choices": flag.metadata["choices"]}
+    least = flag.metadata.get("least", 1 if kind is int else 0)
+    below = flag.metadata.get("below", 2**31 if kind is int else math.inf)
+    return {"help": help, "type": at_least(least, kind, below), "metavar": "N"}
+
+
+def at_least(least, kind=int, below=math.inf):
+    """Return a type for argparse that accepts numbers in [least, below)."""
+
+    def number(text):
+        value = kind(text)
+        if not least <= value < below:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
+        return value
+
+    return number
+
+
+def complete(args):
+    """Set the flags that have not been given and whose defaults depend on others, and ep_nodes."""
+    args.kv_heads = args.kv_heads or args.heads
+    args.head = args.head or usual_head(args.block)
+    args.ffn = args.ffn or 4 * args.hidden
+    args.dp = args.dp or max(1, args.world_size // (args.pp * args.cp * args.tp))
+    dp_cp = args.dp * args.cp
+    if args.zero is None:
+        args.zero = int(dp_cp > 1)
+    if args.dtype == "bf16" and not args.zero:
+        is_whole = args.replicate in (None, dp_cp)
+        need(is_whole, f"{typed(args, 'dtype', 'replicate')} cuts state, so it needs --zero > 0")
+        args.zero = 1  # ZeRO keeps fp32 weights
+        args.replicate = dp_cp  # a copy per rank
+    args.replicate = args.replicate or 1
+    # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
+    inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
+    args.ep_nodes = args.ep // math.gcd(args.ep, inside)
+    args.topk_nodes = args.topk_nodes or args.ep_nodes
+    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp. By
+    # default, each replica's pipeline gets a multiple of 2 x pp sequences, cut into 4 x pp parts if
+    # possible.
+    most = 4 * args.pp if args.pp > 1 else 1
+    divisor = args.dp * (args.microbatches or math.ceil(most / 2))
+    args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
+    args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
+    if args.decay_steps is None:
+        args.decay_steps = max(0, args.steps - args.warmup)
+    if args.min_lr is None:
+        args.min_lr = args.lr / 10
+
+
 def check(args, given):
     """Raise ValueError if flags do not fit together, or if a given flag lacks what it needs.
 
     args: all fields of Args, set. given: {name: value} of the flags on the command line.
     """
-    for flag in FLAGS:
-        value = given.get(flag.name)
-        needs = flag.metadata.get("needs")
-        if needs and value not in (None, flag.metadata.get("neutral")):
-            need(holds(needs, args), f"{as_typed(flag.name, value)} needs {as_flags(needs)}")
+    for name, (rule, off) in NEEDS.items():
+        value = given.get(name, off)
+        sentence = f"{as_typed(name, value)} needs {as_flags(rule)}"
+        need(value == off or holds(rule, args), sentence)
     for sentence in broken(RULES, args):
         raise ValueError(sentence)
 
@@ -2837,6 +2824,22 @@ def as_flags(rule):
     dashed = lambda word: as_typed(word[0]) if word[0] in names else word[0]
     text = re.sub(r"[a-z_]+", dashed, rule).replace("'", "").replace(" == ", " ")
     return re.sub(r" in \[(.*)\]", lambda found: " " + found[1].replace(", ", " or "), text)
+
+
+def as_typed(name, value=True):
+    """Return a flag as it is written on the command line."""
+    dashed = "--" + name.replace("_", "-")
+    return dashed if value is True else f"{dashed} {value}"
+
+
+def typed(args, *names):
+    """Return some of the flags with their values, as they are written on the command line."""
+    return " ".join(as_typed(name, getattr(args, name)) for name in names)
+
+
+def flags_of(args):
+    """Return {name: value} of all flags, without the other fields of Args."""
+    return {flag.name: getattr(args, flag.name) for flag in FLAGS}
 
 
 def schedule_of(args):

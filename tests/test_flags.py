@@ -98,7 +98,7 @@ def test_every_flag_has_a_row_in_the_table():
     assert {_name(typed) for typed, *_ in ROWS} == {flag.name for flag in hybrid.FLAGS}
 
 
-NEEDS = {flag.name: flag.metadata["needs"] for flag in hybrid.FLAGS if "needs" in flag.metadata}
+NEEDS = {name: rule for name, (rule, _) in hybrid.NEEDS.items()}
 OFF = {"lr_decay != 'none'": "--lr-decay none", "sample != 0": "--sample 0"}  # of what is on
 
 
@@ -125,10 +125,10 @@ def test_chunks_is_accepted_with_the_schedules_whose_caller_chooses_them(name):
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_flag_is_accepted_without_what_it_needs_if_its_value_means_that_it_is_off(name):
-    (flag,) = [flag for flag in hybrid.FLAGS if flag.name == name]
-    if (neutral := flag.metadata.get("neutral")) is not None:
-        args = hybrid.parse(hybrid.as_typed(name, neutral).split(), 1)
-        assert getattr(args, name) == neutral
+    _, off = hybrid.NEEDS[name]
+    if off is not None:
+        args = hybrid.parse(hybrid.as_typed(name, off).split(), 1)
+        assert getattr(args, name) == off
 
 
 class Saved:
