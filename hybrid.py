@@ -1965,24 +1965,19 @@ def state_of(trainer, chunk=None):
         placements = trainer.originals()
     else:
         placements = [row for row in trainer.placements if row.chunk == chunk]
-    optimizer = trainer.optimizer.state
     state = {"model": boxes_of(placements)}
-    for kind in moments_of(trainer.optimizer):
-        moment = lambda weight: optimizer.get(weight, {}).get(kind)
+    states = trainer.optimizer.state  # {weight: {name: value}}
+    kinds = set()
+    for weight, values in states.items():
+        kinds |= {name for name, value in values.items() if is_moment(value, weight)}
+    for kind in sorted(kinds):
+        moment = lambda weight, kind=kind: states.get(weight, {}).get(kind)
         state[kind] = boxes_of(placements, moment)
     return state
 
 
-def moments_of(optimizer):
-    """Return the names of the optimizer's state tensors that have their weight's shape."""
-    names = set()
-    for weight, state in optimizer.state.items():
-        names |= {name for name, value in state.items() if is_moment(value, weight)}
-    return sorted(names)
-
-
 def is_moment(value, weight):
-    """Return whether a value is a tensor of the weight's shape."""
+    """Return whether a value of an optimizer's state is a tensor of the weight's shape."""
     return torch.is_tensor(value) and value.shape == weight.shape
 
 
@@ -2317,16 +2312,17 @@ def require_equal_copies(trainer):
     """
     mesh = trainer.mesh
     own = fingerprints(trainer)
-    fault = ""
+    faults = []
     for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
         first = {}  # {what: (rank, fingerprint)}
         for rank, theirs in zip(dist.get_process_group_ranks(group), gather_objects(own, group)):
             for what, value in theirs:
                 other, expected = first.setdefault(what, (rank, value))
                 if value != expected:
-                    fault = fault or f"{what} on rank {rank} differs from its copy on rank {other}"
-    for fault in filter(None, gather_objects(fault)):
-        raise TrainingError(fault)
+                    faults.append(f"{what} on rank {rank} differs from its copy on rank {other}")
+    for found in gather_objects(faults[:1]):
+        for fault in found:
+            raise TrainingError(fault)
 
 
 @torch.no_grad()
@@ -2416,20 +2412,21 @@ class Log:
         step = self.trainer.steps_done
         args = self.trainer.args
         tokens = args.batch_size * args.seq_len
-        tflops = tokens / seconds * flops_per_token(args) / args.world_size / 1e12  # per device
-        speeds = {"tokens_per_s": tokens / seconds, "tflops": tflops}
+        speed = tokens / seconds
+        tflops = speed * flops_per_token(args) / args.world_size / 1e12  # of a device
+        numbers = {"loss": metrics["loss"], "tokens_per_s": speed, "tflops": tflops}
         if self.peak:
-            speeds["mfu"] = tflops / self.peak
-        metrics = {"loss": metrics["loss"]} | speeds | metrics
-        metrics["memory_mb"] = peak_memory(self.trainer.device) / 2**20
+            numbers["mfu"] = tflops / self.peak
+        numbers |= metrics
+        numbers["memory_mb"] = peak_memory(self.trainer.device) / 2**20
         elapsed = time.perf_counter() - self.began
         left = elapsed / (step - self.first_step + 1) * (args.steps - step)
         times = {"tokens_seen": step * tokens, "elapsed_s": elapsed, "left_s": left}
-        self.write({"step": step} | metrics | times)
+        self.write({"step": step} | numbers | times)
         every = args.print_every or max(1, round(args.steps / 40))
         if step in (self.first_step, args.steps) or must_print or step % every == 0:
             line = f"step {step} of {args.steps}"
-            for name, number in metrics.items():
+            for name, number in numbers.items():
                 digits = ",.0f" if number >= 100 else ".4g"
                 line += f"  {name} {number:{digits}}"
             self.say(f"{line}  left {timedelta(seconds=round(left))}")
