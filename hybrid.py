@@ -50,7 +50,6 @@ plain_step() is a step over pp, dp and tp in its plain form, and train() trains 
 """
 
 import argparse
-import codecs
 import ctypes
 import fcntl
 import gc
@@ -90,7 +89,7 @@ from torch.distributed.checkpoint import metadata, planner
 from torch.utils._pytree import tree_leaves
 
 from collectives import (
-    ReduceOp, all_reduce, barrier, broadcast, gather_objects, rank_and_size,
+    all_reduce, any_rank, barrier, broadcast, gather_objects, rank_and_size,
     schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
@@ -949,7 +948,7 @@ def sum_tallies(mixtures, args, mesh, device):
 
 def check_vocabulary(inputs, targets, size):
     """Raise TrainingError if a token of the batch is outside the vocabulary. Collective."""
-    if on_any_rank(max(inputs.max().item(), targets.max().item()) >= size):
+    if any_rank(max(inputs.max().item(), targets.max().item()) >= size):
         raise TrainingError(f"--data: a token is outside --vocab-size {size}")
 
 
@@ -1711,30 +1710,33 @@ def read_data(args):
 
     Raises TrainingError with status 2 if the data cannot be read, differ between nodes, or have a
     token outside the vocabulary. If nodes had different standard libraries, a pipeline's last stage
-    would read targets that do not belong to the first stage's inputs. The ranks of a node divide
-    the tokens, since hashing 1.3 GB takes a core a second.
+    would read targets that do not belong to the first stage's inputs.
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
-    size = 2**24  # tokens in a chunk, so that the digest does not depend on the number of ranks
-    chunks = [part[begin : begin + size] for part in data for begin in range(0, len(part), size)]
-    rank_on_node = dist.get_rank() % args.per_node
-    digests = {}
-    largest = 0
-    for number in range(rank_on_node, len(chunks), args.per_node):
-        digests[number] = hashlib.sha256(chunks[number]).hexdigest()
-        largest = max(largest, int(chunks[number].max()))
-    found = gather_objects((largest, digests))
-    largest = max(largest for largest, _ in found)
+    digest, largest = digest_of(data, args.per_node)
     if largest >= args.vocab_size:
         token = f"token {largest} (read as {data.train.dtype})"
         raise TrainingError(f"{source}{token} is outside --vocab-size {args.vocab_size}", 2)
-    first_rank = dist.get_rank() - rank_on_node
-    of_node = ChainMap(*[digests for _, digests in found[first_rank:][: args.per_node]])
-    whole = "".join(of_node[number] for number in range(len(chunks)))
-    digest = hashlib.sha256(whole.encode()).hexdigest()
     require_same({"data": f"with digest {digest}"}, source)
     return data, digest
+
+
+def digest_of(data, per_node):
+    """Return (SHA-256 of this node's data, largest token on any node). Collective.
+
+    Hashing 1.3 GB takes a core a second, so the ranks of a node divide the chunks of the data.
+    """
+    size = 2**24  # tokens in a chunk, so that the digest does not depend on the number of ranks
+    chunks = [part[begin : begin + size] for part in data for begin in range(0, len(part), size)]
+    rank_on_node = dist.get_rank() % per_node
+    own = chunks[rank_on_node::per_node]
+    digests = [hashlib.sha256(chunk).hexdigest() for chunk in own]
+    found = gather_objects((digests, max([int(chunk.max()) for chunk in own], default=0)))
+    first_rank = dist.get_rank() - rank_on_node
+    of_node = [digests for digests, _ in found[first_rank : first_rank + per_node]]
+    whole = "".join(of_node[i % per_node][i // per_node] for i in range(len(chunks)))
+    return hashlib.sha256(whole.encode()).hexdigest(), max(largest for _, largest in found)
 
 
 def load_data(path, seq_len, vocab_size=256):
@@ -1747,7 +1749,8 @@ def load_data(path, seq_len, vocab_size=256):
         a folder of train.bin, val.bin     two such files, as nanoGPT prepares them
 
     In all cases but the last, the last tenth is for validation. In a folder, hidden files, empty
-    ones and other folders are left out. Raises OSError or ValueError.
+    ones and other folders are left out. Text from a folder or a .jsonl file takes its size in
+    memory in each process, and other files stay on the disk. Raises OSError or ValueError.
     """
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     pattern = "[!.]*" if path else "*.py"
@@ -1775,17 +1778,16 @@ LLMC = 20240520, 20240801  # files of llm.c begin with one of these, as an int32
 
 
 def read_tokens(path, dtype):
-    """Return the tokens of a .bin file, which stay on the disk until they are used.
-
-    Raises ValueError if it holds something else that could pass for tokens.
-    """
+    """Return the tokens of a .bin file, or raise ValueError if it holds anything but tokens."""
     name = path.name
     head = np.memmap(path, np.uint8, "r")[:1000].tobytes()
     has_index = path.with_suffix(".idx").exists()
     need(not has_index, f"{name} is Megatron's, as it has an .idx file, which says of what type")
     is_llmc = int.from_bytes(head[:4], "little") in LLMC
     need(not is_llmc, f"{name} begins with llm.c's header of 1024 bytes, which are no tokens")
-    need(not is_utf8(head), f"{name} is text, so its name should not end with .bin")
+    text = head.decode(errors="replace")[:-1]  # the last character may have been cut
+    is_text = "\0" not in text and "\ufffd" not in text  # U+FFFD stands for what is not UTF-8
+    need(not is_text, f"{name} is text, so its name should not end with .bin")
     tokens = np.memmap(path, dtype, "r")
     # Of wider integers, one half is 0 or far below the other one: below 16 for tokens below 2**20
     end = tokens[max(len(tokens) // 2, len(tokens) - 2**20) :]  # without a header, which may differ
@@ -1796,24 +1798,13 @@ def read_tokens(path, dtype):
     return tokens
 
 
-def is_utf8(head):
-    """Return whether bytes are the beginning of a text in UTF-8."""
-    try:
-        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-
-
 def read_text(path):
-    """Return the bytes of a text, or of the texts in a .jsonl file."""
+    """Return the bytes of a text, or those of the texts in a .jsonl file."""
     text = np.memmap(path, np.uint8, "r")
-    is_binary = (text[: 2**20] == 0).any()
+    is_binary = not text[: 2**20].all()
     need(not is_binary, f"{path.name} is binary, not text: tokens are read from .bin files")
-    return np.frombuffer(join_texts(path), np.uint8) if path.suffix == ".jsonl" else text
-
-
-def join_texts(path):
-    """Return the "text" of each line of a .jsonl file, joined by DOCUMENT_END."""
+    if path.suffix != ".jsonl":
+        return text
     texts = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -1824,7 +1815,7 @@ def join_texts(path):
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 fault = f'{path.name}: line {number} is no JSON object with a "text"'
                 raise ValueError(fault) from None
-    return DOCUMENT_END.join(texts)
+    return np.frombuffer(DOCUMENT_END.join(texts), np.uint8)
 
 
 def check_memory(args, device):
@@ -1863,8 +1854,10 @@ def prompt_of(args, data):
     """
     if args.prompt is None:
         return data.validation[:1].tolist()
-    is_text = data.is_text
-    tokens = list(os.fsencode(args.prompt)) if is_text else [*map(int, args.prompt.split(","))]
+    if data.is_text:
+        tokens = list(os.fsencode(args.prompt))
+    else:
+        tokens = [int(number) for number in args.prompt.split(",")]
     for token in tokens:
         is_inside = 0 <= token < args.vocab_size
         need(is_inside, f"token {token} is outside --vocab-size {args.vocab_size}")
@@ -1877,8 +1870,8 @@ def sample(trainer, prompt, count):
 
     Every token takes a forward of one row through the whole layout, and replicas compute the same.
     This is slow (200 tokens of the default model take as long as some ten validations) but needs
-    no code of its own in any layer. It reads up to --seq-len tokens, of a longer text the last
-    ones. Zeros fill a row up at the end, where causal attention does not look.
+    no code of its own in any layer. A row has the last tokens, --seq-len at most, and then zeros,
+    at which causal attention does not look.
 
     All layouts write the same text in exact arithmetic. --capacity-factor and --topk-nodes are
     exceptions, as the experts that a token uses then depend on the layout. In training, nothing
@@ -1889,7 +1882,15 @@ def sample(trainer, prompt, count):
     length = math.ceil((len(prompt) + count) / divisor) * divisor
     length = min(length, args.seq_len)
     set_length(trainer, length)
-    pipeline = row_pipeline(trainer)
+    for chunk in trainer.chunks:
+        chunk.eval()
+    stages = trainer.stages[: len(trainer.unique_chunks)]
+    schedule = forward_only(args.pp, 1, schedule_of(args).routes[0])
+    pipeline = Pipeline(
+        stages, schedule, lambda logits, _: logits, group=trainer.mesh.pp_group,
+        shape=(len(trainer.chunks[0].positions), 1, args.hidden),  # sp divides positions, too
+        dtype=trainer.evaluation.like["dtype"], device=trainer.device,
+    )  # fmt: skip
     random = np.random.default_rng([args.seed, trainer.steps_done])
     tokens = list(prompt)
     for _ in range(count):
@@ -1910,25 +1911,14 @@ def set_length(trainer, length):
         chunk.set_positions(trainer.positions.to(trainer.device))
 
 
-def row_pipeline(trainer):
-    """Return a Pipeline whose step() returns the logits (T, 1, V/tp) of one row. Collective."""
-    args = trainer.args
-    for chunk in trainer.chunks:
-        chunk.eval()
-    stages = trainer.stages[: len(trainer.unique_chunks)]
-    schedule = forward_only(args.pp, 1, schedule_of(args).routes[0])
-    return Pipeline(
-        stages, schedule, lambda logits, _: logits, group=trainer.mesh.pp_group,
-        shape=(len(trainer.chunks[0].positions), 1, args.hidden),
-        dtype=trainer.evaluation.like["dtype"], device=trainer.device,
-    )  # fmt: skip
-
-
 def next_logits(trainer, pipeline, window, length):
-    """Return the logits (V,) of the token that follows the window of at most `length` tokens."""
+    """Return the logits (V,) of the token that follows the window of at most `length` tokens.
+
+    pipeline: its step() returns the logits (T, 1, V/tp) of one row, on ranks with the last stage.
+    """
     row = torch.tensor([window + [0] * (length - len(window))])
     (row,) = trainer.own_tokens(row)  # (1, T)
-    output = pipeline.step(row, row)  # (T, 1, V/tp), or None on ranks without the last stage
+    output = pipeline.step(row, row)
     logits = torch.zeros(trainer.args.vocab_size, dtype=torch.float64, device=trainer.device)
     if output is not None:
         (start,) = (chunk.vocab_start for chunk in trainer.unique_chunks if chunk.is_last)
@@ -2012,44 +2002,38 @@ def state_of(trainer, chunk=None):
         placements = trainer.originals()
     else:
         placements = [row for row in trainer.placements if row.chunk == chunk]
-    optimizer = trainer.optimizer.state
     state = {"model": boxes_of(placements)}
-    for kind in moments_of(trainer.optimizer):
-        moment = lambda weight: optimizer.get(weight, {}).get(kind)
+    states = trainer.optimizer.state  # {weight: {name: value}}
+    kinds = set()
+    for weight, values in states.items():
+        kinds |= {name for name, value in values.items() if is_moment(value, weight)}
+    for kind in sorted(kinds):
+        moment = lambda weight, kind=kind: states.get(weight, {}).get(kind)
         state[kind] = boxes_of(placements, moment)
     return state
 
 
-def moments_of(optimizer):
-    """Return the names of the optimizer's state tensors that have their weight's shape."""
-    names = set()
-    for weight, state in optimizer.state.items():
-        names |= {name for name, value in state.items() if is_moment(value, weight)}
-    return sorted(names)
-
-
 def is_moment(value, weight):
-    """Return whether a value is a tensor of the weight's shape."""
+    """Return whether a value of an optimizer's state is a tensor of the weight's shape."""
     return torch.is_tensor(value) and value.shape == weight.shape
 
 
 def require_savable(trainer, options):
-    """Raise ValueError if the optimizer has state that a checkpoint would lose.
+    """Raise ValueError if the optimizer has state that a checkpoint would lose in silence.
 
-    It may keep tensors that have their weight's shape, and "step", the number of steps. options:
-    those of its groups before the first step. The learning rate is the trainer's.
+    options: those of its groups before the first step. The learning rate is the trainer's.
     """
     optimizer = trainer.optimizer
-    kept = []  # the names of what would be lost
-    steps = []
+    lost = set()
     for weight, state in optimizer.state.items():
-        for name, value in state.items():
-            if name == "step":
-                steps.append(torch.as_tensor(value))
-            elif name == "model" or not (value is None or is_moment(value, weight)):
-                kept.append(name)  # weights are saved as "model"
+        for name in state.keys() - {"step"}:
+            is_saved = state[name] is None or is_moment(state[name], weight)
+            if name == "model" or not is_saved:  # weights are saved as "model"
+                lost.add(name)
+    states = optimizer.state.values()
+    steps = [torch.as_tensor(state["step"]) for state in states if "step" in state]
     if steps and torch.stack(steps).ne(trainer.steps_done).any():  # the host waits once
-        kept.append("step")
+        lost.add("step")
     shapes = {weight.shape for weight in trainer.parameters()}
 
     def is_state(value):
@@ -2059,12 +2043,12 @@ def require_savable(trainer, options):
 
     for name in vars(optimizer).keys() - {"state", "param_groups"}:
         if any(map(is_state, tree_leaves(vars(optimizer)[name]))):
-            kept.append(name)
+            lost.add(name)
     for group, before in zip(optimizer.param_groups, options):
         names = group.keys() - {"params", "lr", "shards"}
-        kept += [name for name in names if group[name] is not before.get(name)]
-    who = f"{type(optimizer).__name__} keeps {', '.join(sorted(set(kept)))}"
-    need(not kept, f"{who}: checkpoints have only state of the weights' shapes, and the step")
+        lost.update(name for name in names if group[name] is not before.get(name))
+    who = f"{type(optimizer).__name__} keeps {', '.join(sorted(lost))}"
+    need(not lost, f"{who}: checkpoints have only state of the weights' shapes, and the step")
 
 
 def create_moments(trainer):
@@ -2101,7 +2085,8 @@ class Saver:
     or wait() raises the error.
 
     Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. At
-    its end, a save under way is waited for, unless ranks have come apart.
+    its end, a save under way is waited for, unless ranks have come apart. No other run can use the
+    folder until the thread has ended.
 
     data_digest: that of read_data(). sigterm: whether this rank has received SIGTERM.
     """
@@ -2147,7 +2132,7 @@ class Saver:
 
     def must_stop(self):
         """Return whether any rank has received SIGTERM, or a save has failed. Collective."""
-        return on_any_rank(self.sigterm or self.failed)
+        return any_rank(self.sigterm or self.failed)
 
     def wait(self):
         """Return when the save under way has ended. If it failed, raise TrainingError."""
@@ -2165,13 +2150,13 @@ class Saver:
         self.sigterm = True
 
     def __exit__(self, kind, *_):
-        try:
-            if kind is None or issubclass(kind, TrainingError):  # all ranks have come here
-                self.wait()
-        finally:  # a process that has lost the others must end when torchrun says so
-            signal.signal(signal.SIGTERM, self.handler)
-            self.lock.close()
-            self.executor.shutdown(wait=False)
+        are_together = kind is None or issubclass(kind, TrainingError)
+        self.executor.submit(self.lock.close)  # the thread does so after a save that is under way
+        # a process that has lost the others must end when torchrun says so
+        self.executor.shutdown(wait=are_together)
+        signal.signal(signal.SIGTERM, self.handler)
+        if are_together:
+            self.wait()
 
 
 @torch.no_grad()
@@ -2199,14 +2184,14 @@ class Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            cause = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__context__
-            raise cause or error
+            raise error.__context__ or error
 
 
 def write_checkpoint(state, path, run, group):
     """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
+
+    The folder is complete when it gets its name: the state in PyTorch's files, run.json, and the
+    digests of these files in SHA256SUMS, with which `sha256sum -c` compares them, too.
 
     run: {name: value} of the flags and the data of the run that saves it.
     """
@@ -2237,7 +2222,7 @@ def commit(run, partial_path, path, digests):
     for file in partial_path.iterdir():
         if file.name not in digests:  # a save of more ranks that was killed has left it
             file.unlink()
-    write_run(partial_path, run | {"sha256": digests})
+    write_run(partial_path, run, digests)
     os.sync()  # a checkpoint is on the disk before it gets its name
     partial_path.rename(path)
     for old in checkpoints_of(path.parent)[: -run["keep"]]:
@@ -2246,15 +2231,12 @@ def commit(run, partial_path, path, digests):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def write_run(folder, run):
-    """Write {name: value} to the folder's run.json, with a checksum of all of it."""
-    text = json.dumps(run | {"checksum": checksum_of(run)}, indent=4)
-    (folder / "run.json").write_text(text)
-
-
-def checksum_of(run):
-    """Return a checksum of what a run.json says besides its checksum."""
-    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+def write_run(folder, run, digests):
+    """Write a checkpoint's run.json, and the digests of its other files and of this one."""
+    file = folder / "run.json"
+    file.write_text(json.dumps(run, indent=4))
+    digests = digests | digests_of([file])
+    (folder / "SHA256SUMS").write_text("".join(f"{digests[name]}  {name}\n" for name in digests))
 
 
 def checkpoints_of(folder):
@@ -2302,37 +2284,33 @@ def resume(trainer, folder, data_digest=""):
 
 
 def check_checkpoint(path, args):
-    """Return what run.json says, or raise ValueError if the checkpoint is of another model or has
-    changed since it was saved.
+    """Return what run.json says. Raise ValueError if the checkpoint is damaged or of another model.
     """
-    run = read_run(path)
+    run = read_run(path, dist.get_rank(), args.world_size)
     for name in [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]:
         own = as_typed(name, getattr(args, name))  # "--hidden 128"
         theirs = as_typed(name, run.get(name))
         need(own == theirs, f"{own}, but {path} has {theirs}")
-    digests = run["sha256"]
-    for file in sorted(path.iterdir()):
-        is_known = file.name == "run.json" or file.name in digests
-        need(is_known, f"{file} is not among the files that were saved")
-    own_files = sorted(digests)[dist.get_rank() :: args.world_size]  # each rank checks some files
-    for name, digest in digests_of(path / name for name in own_files).items():
-        need(digest == digests[name], f"{path / name} has changed since it was saved")
     return run
 
 
-def read_run(path):
-    """Return what a checkpoint's run.json says, {name: value}; raise ValueError if it is damaged,
-    or if the folder has been renamed.
+def read_run(path, rank=0, world_size=1):
+    """Return what a checkpoint's run.json says, {name: value}.
+
+    Raises ValueError if the files are not those that were saved, or the folder has been renamed.
+    All ranks check run.json, and divide the other files among them.
     """
-    try:
-        run = dict(json.loads((path / "run.json").read_bytes()))
-        checksum = run.pop("checksum")
-        name = f"step_{run['step']:08d}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"  # a repr may quote the whole file
-        raise ValueError(f"{path}/run.json does not hold the flags of a run: {reason}") from None
-    need(checksum == checksum_of(run), f"{path}/run.json has changed since it was saved")
-    need(name == path.name, f"{path} has been renamed, as its run.json is of step {run['step']}")
+    lines = (path / "SHA256SUMS").read_text(errors="replace").splitlines()
+    saved = {line[66:]: line[:64] for line in lines}
+    for file in sorted(path.iterdir()):
+        is_known = file.name in saved or file.name == "SHA256SUMS"
+        need(is_known, f"{file} is not among the files that were saved")
+    own = ["run.json", *sorted(saved)[rank::world_size]]
+    for name, digest in digests_of(path / name for name in own).items():
+        need(digest == saved.get(name), f"{path / name} has changed since it was saved")
+    run = json.loads((path / "run.json").read_bytes())
+    is_named = path.name == f"step_{run['step']:08d}"
+    need(is_named, f"{path} has been renamed, as its run.json is of step {run['step']}")
     return run
 
 
@@ -2354,13 +2332,9 @@ def require_equal_gradients(trainer):
 
     A layer that forgets mark_sum_over_tp() or set_shard() shows in the first step.
     """
-    args, mesh = trainer.args, trainer.mesh
-    groups = []
-    if args.tp > 1:
-        groups.append(mesh.tp_group)
-    if args.tp > 1 and args.experts:
-        groups.append(mesh.expert_tp_group)
-    for group in groups:
+    if trainer.args.tp == 1:
+        return
+    for group in dict.fromkeys(home.copies_group for home in trainer.homes):
         for chunk in trainer.chunks:
             on_all_ranks(check_gradients_over_tp, chunk, group, status=1)
 
@@ -2375,16 +2349,17 @@ def require_equal_copies(trainer):
     """
     mesh = trainer.mesh
     own = fingerprints(trainer)
-    fault = ""
+    faults = []
     for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
         first = {}  # {what: (rank, fingerprint)}
         for rank, theirs in zip(dist.get_process_group_ranks(group), gather_objects(own, group)):
             for what, value in theirs:
                 other, expected = first.setdefault(what, (rank, value))
                 if value != expected:
-                    fault = fault or f"{what} on rank {rank} differs from its copy on rank {other}"
-    for fault in filter(None, gather_objects(fault)):
-        raise TrainingError(fault)
+                    faults.append(f"{what} on rank {rank} differs from its copy on rank {other}")
+    for found in gather_objects(faults[:1]):
+        for fault in found:
+            raise TrainingError(fault)
 
 
 @torch.no_grad()
@@ -2474,20 +2449,21 @@ class Log:
         step = self.trainer.steps_done
         args = self.trainer.args
         tokens = args.batch_size * args.seq_len
-        tflops = tokens / seconds * flops_per_token(args) / args.world_size / 1e12  # per device
-        speeds = {"tokens_per_s": tokens / seconds, "tflops": tflops}
+        speed = tokens / seconds
+        tflops = speed * flops_per_token(args) / args.world_size / 1e12  # of a device
+        numbers = {"loss": metrics["loss"], "tokens_per_s": speed, "tflops": tflops}
         if self.peak:
-            speeds["mfu"] = tflops / self.peak
-        metrics = {"loss": metrics["loss"]} | speeds | metrics
-        metrics["memory_mb"] = peak_memory(self.trainer.device) / 2**20
+            numbers["mfu"] = tflops / self.peak
+        numbers |= metrics
+        numbers["memory_mb"] = peak_memory(self.trainer.device) / 2**20
         elapsed = time.perf_counter() - self.began
         left = elapsed / (step - self.first_step + 1) * (args.steps - step)
         times = {"tokens_seen": step * tokens, "elapsed_s": elapsed, "left_s": left}
-        self.write({"step": step} | metrics | times)
+        self.write({"step": step} | numbers | times)
         every = args.print_every or max(1, round(args.steps / 40))
         if step in (self.first_step, args.steps) or must_print or step % every == 0:
             line = f"step {step} of {args.steps}"
-            for name, number in metrics.items():
+            for name, number in numbers.items():
                 digits = ",.0f" if number >= 100 else ".4g"
                 line += f"  {name} {number:{digits}}"
             self.say(f"{line}  left {timedelta(seconds=round(left))}")
@@ -2545,8 +2521,6 @@ def flag(default, help, **details):
 
     details: choices, or the bounds of a number, which must be in [least, below). By default, least
         is 1, or 0 for a float, and below is 2**31, or infinity for a float.
-        needs: what the flag has no effect without, an expression as in RULES. If it does not hold,
-            the flag is refused, except with the value `neutral`, which means that it is off.
         group: the heading in --help for this flag and the next ones (default: the previous one).
     """
     return field(default=default, metadata={"help": help} | details)
@@ -2554,108 +2528,92 @@ def flag(default, help, **details):
 
 @dataclass(frozen=True, kw_only=True)
 class Args(GPTConfig):
-    """All flags of a run, completed and checked."""
+    """All flags of a run, completed and checked. NEEDS says which have no effect without others."""
 
     world_size: int
     per_node: int  # so many consecutive ranks always share a node
     ep_nodes: int  # the number of nodes over which an ep_group is spread
 
-    # the model and its experts
+    # the model
     layers: int = flag(GPTConfig.layers, "number of transformer layers", below=10**5, group="model")
     hidden: int = flag(GPTConfig.hidden, "width of the model")
     heads: int = flag(GPTConfig.heads, "attention heads")
     seq_len: int = flag(GPTConfig.seq_len, "tokens in a sequence")
     vocab_size: int = flag(GPTConfig.vocab_size, "tokens in the vocabulary")
-    dropout: float = flag(
-        GPTConfig.dropout, "dropout probability, in attention and residuals", below=1,
-    )  # fmt: skip
+    dropout: float = flag(GPTConfig.dropout, "dropout in attention and residuals", below=1)
     kv_heads: int | None = flag(GPTConfig.kv_heads, "heads of keys and values (default: --heads)")
     ffn: int | None = flag(GPTConfig.ffn, "inner width of an MLP or expert (default: 4 x --hidden)")
     block: str = flag(GPTConfig.block, "GPT-2's or Llama's layers", choices=("gpt2", "llama"))
-    rope_theta: float = flag(
-        GPTConfig.rope_theta, "base of the angles of Llama's rotary positions", least=1,
-        needs="block == 'llama'",
-    )  # fmt: skip
+    rope_theta: float = flag(GPTConfig.rope_theta, "base of rotary positions' angles", least=1)
     head: str | None = flag(
         GPTConfig.head, "whether the head has the embedding's weight (default: tied, with --block "
         "llama untied)", choices=("tied", "untied"),
     )  # fmt: skip
+
+    # its experts
     experts: int = flag(
-        GPTConfig.experts, "experts in a layer, or 0 for an MLP", least=0, group="experts",
-    )  # fmt: skip
-    top_k: int = flag(GPTConfig.top_k, "experts that a token uses", needs="experts > 0")
+        GPTConfig.experts, "experts in a layer, or 0 for an MLP", least=0, group="experts"
+    )
+    top_k: int = flag(GPTConfig.top_k, "experts that a token uses")
     shared_experts: int = flag(
-        GPTConfig.shared_experts, "experts that every token uses in addition", least=0,
-        needs="experts > 0", neutral=0,
-    )  # fmt: skip
+        GPTConfig.shared_experts, "experts that every token uses in addition", least=0
+    )
     capacity_factor: float | None = flag(
-        GPTConfig.capacity_factor, "limit of an expert's load / mean load", least=0.01,
-        needs="experts > 0",
-    )  # fmt: skip
+        GPTConfig.capacity_factor, "limit of an expert's load / mean load", least=0.01
+    )
     balance: str = flag(
         GPTConfig.balance, "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
-        choices=("aux", "bias", "none"), needs="experts > 0", neutral="none",
+        choices=("aux", "bias", "none"),
     )  # fmt: skip
-    moe_every: int = flag(
-        GPTConfig.moe_every, "one layer in this many has experts", needs="experts > 0", neutral=1,
-    )  # fmt: skip
+    moe_every: int = flag(GPTConfig.moe_every, "one layer in this many has experts")
     topk_nodes: int | None = flag(
-        GPTConfig.topk_nodes, "nodes whose experts a token may use (default: all)",
-        needs="experts > 0",
-    )  # fmt: skip
+        GPTConfig.topk_nodes, "nodes whose experts a token may use (default: all)"
+    )
 
-    # the degrees of the axes, and how the work is divided
-    dp: int | None = flag(None, "replicas (default: as many as there are processes for)",
-                          group="layout")  # fmt: skip
-    tp: int = flag(1, "ranks that split every matrix")
-    cp: int = flag(1, "ranks that split the sequence, in attention too")
-    pp: int = flag(1, "ranks of the pipeline")
-    zero: int | None = flag(None, "ZeRO stage (default: 1, or 0 if dp x cp = 1)", choices=range(4))
-    replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)",
-                                 needs="zero > 0", neutral=1)  # fmt: skip
-    cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS,
-                          needs="cp > 1")  # fmt: skip
-    schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES,
-                         needs="pp > 1", neutral="1f1b")  # fmt: skip
-    overlap: bool = flag(False, "compute a forward and a backward in turns, each while the other's "
-                         "tokens travel to experts: pays where they cross nodes; needs --ep > 1",
-                         needs=f"schedule in {WITH_PAIRS}")  # fmt: skip
-    chunks: int = flag(2, "pipeline stages on each rank", needs=f"schedule in {WITH_CHUNKS}",
-                       neutral=1)  # fmt: skip
-    microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)",
-                                    below=10**5)  # fmt: skip
-    ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread",
-                   needs="experts > 0", neutral=1)  # fmt: skip
-    expert_parts: int | None = flag(None, "parts of a microbatch, some of which travel beside the "
-                                    "experts of others (default: 2 if messages are long, else 1)",
-                                    needs="ep > 1", neutral=1)  # fmt: skip
-    collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"),
-                            needs="pp * dp * cp * tp > 1", neutral="ours")  # fmt: skip
+    # how the work is divided, with the degrees of the axes
     sp: bool = flag(
-        GPTConfig.sp, "sequence parallelism: split activations over tp, too", needs="tp > 1",
-        group="layout",
-    )  # fmt: skip
+        GPTConfig.sp, "sequence parallelism: split activations over tp, too", group="layout"
+    )
     recompute: str = flag(
         GPTConfig.recompute, "recompute attention (selective) or layers (full) in backward",
         choices=("none", "selective", "full"),
     )  # fmt: skip
     recompute_layers: int = flag(
-        GPTConfig.recompute_layers, "layers that --recompute full recomputes as one",
-        needs="recompute == 'full'", neutral=1,
+        GPTConfig.recompute_layers, "layers that --recompute full recomputes as one"
+    )
+    dp: int | None = flag(None, "replicas (default: as many as there are processes for)")
+    tp: int = flag(1, "ranks that split every matrix")
+    cp: int = flag(1, "ranks that split the sequence, in attention too")
+    pp: int = flag(1, "ranks of the pipeline")
+    zero: int | None = flag(None, "ZeRO stage (default: 1, or 0 if dp x cp = 1)", choices=range(4))
+    replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)")
+    cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
+    schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
+    overlap: bool = flag(
+        False, "compute a forward and a backward in turns, each while the other's tokens travel to "
+        "experts: pays where they cross nodes; needs --ep > 1",
     )  # fmt: skip
+    chunks: int = flag(2, "pipeline stages on each rank")
+    microbatches: int | None = flag(
+        None, "parts of a batch (default: 1; with pp up to 4 x pp)", below=10**5
+    )
+    ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
+    expert_parts: int | None = flag(
+        None, "parts of a microbatch, some of which travel beside the experts of others (default: "
+        "2 if messages are long, else 1)",
+    )  # fmt: skip
+    collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"))
 
     # what an optimizer step does
-    batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)",
-                                  group="optimisation")  # fmt: skip
+    batch_size: int | None = flag(
+        None, "sequences per step, of all replicas (default: 16 or more)", group="optimisation"
+    )
     steps: int = flag(1200, "optimizer steps", below=10**8)
     lr: float = flag(3e-3, "peak learning rate")
     warmup: int = flag(20, "steps of linear warm-up", least=0)
-    lr_decay: str = flag("cosine", "shape of the final decay of the learning rate",
-                         choices=("cosine", "linear", "none"))  # fmt: skip
-    decay_steps: int | None = flag(None, "last steps, which decay (default: all after the warm-up)",
-                                   needs="lr_decay != 'none'")  # fmt: skip
-    min_lr: float | None = flag(None, "learning rate after the decay (default: --lr / 10)",
-                                needs="lr_decay != 'none'")  # fmt: skip
+    lr_decay: str = flag("cosine", "shape of the final decay", choices=("cosine", "linear", "none"))
+    decay_steps: int | None = flag(None, "last steps, which decay (default: all after the warm-up)")
+    min_lr: float | None = flag(None, "learning rate after the decay (default: --lr / 10)")
     weight_decay: float = flag(0.1, "weight decay of matrices")
     grad_clip: float = flag(1.0, "largest norm of the gradients, or 0 for no limit")
     seed: int = flag(0, "seed of weights, batches and dropout", least=0, below=2**32)
@@ -2663,30 +2621,34 @@ class Args(GPTConfig):
     moments: str = flag("fp32", "dtype of Adam's moments between steps", choices=("fp32", "bf16"))
 
     # where a run happens, what it reads and what it writes
-    device: str = flag("auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
-                       choices=("auto", "cpu", "cuda", "shared"), group="run")  # fmt: skip
+    device: str = flag(
+        "auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
+        choices=("auto", "cpu", "cuda", "shared"), group="run",
+    )  # fmt: skip
     data: str | None = flag(None, "text, .jsonl, tokens (.bin), folder (default: Python's sources)")
     checkpoint: str | None = flag(None, "folder to save checkpoints in and to resume from")
-    save_every: int | None = flag(None, "steps between checkpoints (default: one at the end)",
-                                  needs="checkpoint")  # fmt: skip
-    keep: int = flag(2, "checkpoints to keep; older ones are deleted", needs="checkpoint")
+    save_every: int | None = flag(None, "steps between checkpoints (default: one at the end)")
+    keep: int = flag(2, "checkpoints to keep; older ones are deleted")
     eval_every: int | None = flag(None, "steps between validations (default: one at the end)")
-    sample: int | None = flag(None, "tokens to write with every validation (default: 200, or 0 "
-                              "with .bin data and no --prompt)", least=0)  # fmt: skip
-    prompt: str | None = flag(None, "start of a sample: text, or with .bin data tokens as 1,2,3 "
-                              "(default: the first token for validation)",
-                              needs="sample != 0")  # fmt: skip
-    temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens",
-                              needs="sample != 0")  # fmt: skip
+    sample: int | None = flag(
+        None, "tokens to write with every validation (default: 200, or 0 with .bin data and no "
+        "--prompt)", least=0,
+    )  # fmt: skip
+    prompt: str | None = flag(
+        None, "start of a sample: text, or with .bin data tokens as 1,2,3 (default: the first "
+        "token for validation)",
+    )  # fmt: skip
+    temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens")
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
     metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
-    peak_tflops: float | None = flag(None, "TFLOP/s that a device could reach, of which mfu is the "
-                                     "part used (default: that of some GPUs in bf16)")  # fmt: skip
+    peak_tflops: float | None = flag(
+        None, "TFLOP/s that a device could reach, of which mfu is the part used (default: that of "
+        "some GPUs in bf16)",
+    )  # fmt: skip
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
 FLAGS = [flag for flag in fields(Args) if "help" in flag.metadata]
-GROUPS = "model", "experts", "layout", "optimisation", "run"  # the headings in --help
 USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
 EPILOG = """
 A flag that has no effect without another one is refused if the other one is missing.
@@ -2699,130 +2661,33 @@ Unless they are set already, hybrid.py sets two environment variables:
   NCCL_MAX_P2P_NCHANNELS=16       NCCL's buffers take half as much memory
 """
 
-
-class Parser(argparse.ArgumentParser):
-    """The command line's parser. It raises ValueError on errors, and sets only the flags given."""
-
-    def __init__(self):
-        options = {"usage": USAGE, "description": __doc__.splitlines()[0], "epilog": EPILOG}
-        options["formatter_class"] = argparse.RawDescriptionHelpFormatter
-        super().__init__("hybrid.py", allow_abbrev=False, **options)
-        group = self
-        groups = {title: self.add_argument_group(title) for title in GROUPS}
-        for flag in FLAGS:
-            group = groups.get(flag.metadata.get("group"), group)
-            group.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
-
-    def error(self, message):
-        raise ValueError(message.removeprefix("argument "))
-
-
-MOST = {int: 2**31, float: math.inf}  # what a number must be below, unless its flag says it
-
-
-def options_of(flag):
-    """Return the options of add_argument() for a flag."""
-    details = flag.metadata
-    help = details["help"]
-    kind, *_ = get_args(flag.type) or [flag.type]  # the int of `int | None`
-    if flag.default is not None and kind is not bool:
-        help += f" (default: {flag.default})"
-    if "needs" in details:
-        help += f"; needs {as_flags(details['needs'])}"
-    if kind is bool:
-        return {"help": help, "action": "store_true"}
-    if "choices" in details:
-        return {"help": help, "type": kind, "choices": details["choices"]}
-    if kind is str:
-        return {"help": help, "type": not_empty}
-    least = details.get("least", 1 if kind is int else 0)
-    number = at_least(least, kind, details.get("below", MOST[kind]))
-    return {"help": help, "type": number, "metavar": "N"}
-
-
-def at_least(least, kind=int, below=math.inf):
-    """Return a type for argparse that accepts numbers in [least, below)."""
-
-    def number(text):
-        value = kind(text)
-        if not least <= value < below:
-            raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
-        return value
-
-    return number
-
-
-def not_empty(text):
-    """Return the text of a flag, which must not be empty."""
-    if not text:
-        raise argparse.ArgumentTypeError("the value is empty (is a shell variable not set?)")
-    return text
-
-
-def as_typed(name, value=True):
-    """Return a flag as it is written on the command line."""
-    dashed = "--" + name.replace("_", "-")
-    return dashed if value is True else f"{dashed} {value}"
-
-
-def typed(args, *names):
-    """Return some of the flags with their values, as they are written on the command line."""
-    return " ".join(as_typed(name, getattr(args, name)) for name in names)
-
-
-def flags_of(args):
-    """Return {name: value} of all flags, without the other fields of Args."""
-    return {flag.name: getattr(args, flag.name) for flag in FLAGS}
-
-
-def parse(argv, world_size, per_node=None):
-    """Return the Args of world_size processes, of which per_node, by default all, share a node.
-
-    Raises ValueError with one line, which names flags and values, if these do not fit together.
-    """
-    given = vars(Parser().parse_args(argv))
-    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given)
-    args.world_size = world_size
-    args.per_node = per_node or world_size
-    args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
-    dp_cp = args.dp * args.cp
-    if args.zero is None:
-        args.zero = int(dp_cp > 1)
-    if args.dtype == "bf16" and not args.zero:
-        is_whole = args.replicate in (None, dp_cp)
-        need(is_whole, f"{typed(args, 'dtype', 'replicate')} cuts state, so it needs --zero > 0")
-        args.zero = 1  # ZeRO keeps fp32 weights
-        args.replicate = dp_cp  # a copy per rank
-    args.replicate = args.replicate or 1
-    complete_model(args)
-    # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
-    inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
-    args.ep_nodes = args.ep // math.gcd(args.ep, inside)
-    args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp. By
-    # default, each replica's pipeline gets a multiple of 2 x pp sequences, cut into 4 x pp parts if
-    # possible.
-    most = 4 * args.pp if args.pp > 1 else 1
-    divisor = args.dp * (args.microbatches or math.ceil(most / 2))
-    args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
-    args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
-    if args.decay_steps is None:
-        args.decay_steps = max(0, args.steps - args.warmup)
-    if args.min_lr is None:
-        args.min_lr = args.lr / 10
-    check(args, given)
-    args = Args(**vars(args))
-    schedule_of(args)
-    return args
-
-
-def complete_model(args):
-    """Set the flags of the model whose defaults depend on other flags."""
-    args.kv_heads = args.kv_heads or args.heads
-    args.head = args.head or usual_head(args.block)
-    args.ffn = args.ffn or 4 * args.hidden
-
-
+# What a flag has no effect without: {flag: (an expression as in RULES, the value of the flag that
+# means that it is off)}. With another value, it is refused unless the expression holds.
+NEEDS = {
+    "rope_theta": ("block == 'llama'", None),
+    "top_k": ("experts > 0", None),
+    "shared_experts": ("experts > 0", 0),
+    "capacity_factor": ("experts > 0", None),
+    "balance": ("experts > 0", "none"),
+    "moe_every": ("experts > 0", 1),
+    "topk_nodes": ("experts > 0", None),
+    "sp": ("tp > 1", None),
+    "recompute_layers": ("recompute == 'full'", 1),
+    "replicate": ("zero > 0", 1),
+    "cp_method": ("cp > 1", None),
+    "schedule": ("pp > 1", "1f1b"),
+    "overlap": (f"schedule in {WITH_PAIRS}", None),
+    "chunks": (f"schedule in {WITH_CHUNKS}", 1),
+    "ep": ("experts > 0", 1),
+    "expert_parts": ("ep > 1", 1),
+    "collectives": ("pp * dp * cp * tp > 1", "ours"),
+    "decay_steps": ("lr_decay != 'none'", None),
+    "min_lr": ("lr_decay != 'none'", None),
+    "save_every": ("checkpoint", None),
+    "keep": ("checkpoint", None),
+    "prompt": ("sample != 0", None),
+    "temperature": ("sample != 0", None),
+}
 # What must hold of the flags, and how an error says it after it has listed their values. A rule may
 # rely on the earlier ones. Besides flags, it may use the other fields of Args.
 RULES = {
@@ -2861,16 +2726,114 @@ SLOW = {
 }  # fmt: skip
 
 
+def parse(argv, world_size, per_node=None):
+    """Return the Args of world_size processes, of which per_node, by default all, share a node.
+
+    Raises ValueError with one line, which names flags and values, if these do not fit together.
+    """
+    given = vars(Parser().parse_args(argv))
+    for name, value in given.items():
+        is_empty = value == ""
+        need(not is_empty, f"{as_typed(name)}: the value is empty (is a shell variable not set?)")
+    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given)
+    args.world_size = world_size
+    args.per_node = per_node or world_size
+    complete(args)
+    check(args, given)
+    args = Args(**vars(args))
+    schedule_of(args)
+    return args
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line's parser. It raises ValueError on errors, and sets only the flags given."""
+
+    def __init__(self):
+        options = {"usage": USAGE, "description": __doc__.splitlines()[0], "epilog": EPILOG}
+        options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__("hybrid.py", allow_abbrev=False, **options)
+        for flag in FLAGS:
+            if "group" in flag.metadata:
+                group = self.add_argument_group(flag.metadata["group"])
+            group.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
+
+    def error(self, message):
+        raise ValueError(message.removeprefix("argument "))
+
+
+def options_of(flag):
+    """Return the options of add_argument() for a flag."""
+    help = flag.metadata["help"]
+    kind, *_ = get_args(flag.type) or [flag.type]  # the int of `int | None`
+    if flag.default is not None and kind is not bool:
+        help += f" (default: {flag.default})"
+    if flag.name in NEEDS:
+        rule, _ = NEEDS[flag.name]
+        help += f"; needs {as_flags(rule)}"
+    if kind is bool:
+        return {"help": help, "action": "store_true"}
+    if kind is str:
+        return {"help": help, "choices": flag.metadata.get("choices")}
+    if "choices" in flag.metadata:
+        return {"help": help, "type": kind, "choices": flag.metadata["choices"]}
+    least = flag.metadata.get("least", 1 if kind is int else 0)
+    below = flag.metadata.get("below", 2**31 if kind is int else math.inf)
+    return {"help": help, "type": at_least(least, kind, below), "metavar": "N"}
+
+
+def at_least(least, kind=int, below=math.inf):
+    """Return a type for argparse that accepts numbers in [least, below)."""
+
+    def number(text):
+        value = kind(text)
+        if not least <= value < below:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
+        return value
+
+    return number
+
+
+def complete(args):
+    """Set the flags that have not been given and whose defaults depend on others, and ep_nodes."""
+    args.kv_heads = args.kv_heads or args.heads
+    args.head = args.head or usual_head(args.block)
+    args.ffn = args.ffn or 4 * args.hidden
+    args.dp = args.dp or max(1, args.world_size // (args.pp * args.cp * args.tp))
+    dp_cp = args.dp * args.cp
+    if args.zero is None:
+        args.zero = int(dp_cp > 1)
+    if args.dtype == "bf16" and not args.zero:
+        is_whole = args.replicate in (None, dp_cp)
+        need(is_whole, f"{typed(args, 'dtype', 'replicate')} cuts state, so it needs --zero > 0")
+        args.zero = 1  # ZeRO keeps fp32 weights
+        args.replicate = dp_cp  # a copy per rank
+    args.replicate = args.replicate or 1
+    # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
+    inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
+    args.ep_nodes = args.ep // math.gcd(args.ep, inside)
+    args.topk_nodes = args.topk_nodes or args.ep_nodes
+    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp. By
+    # default, each replica's pipeline gets a multiple of 2 x pp sequences, cut into 4 x pp parts if
+    # possible.
+    most = 4 * args.pp if args.pp > 1 else 1
+    divisor = args.dp * (args.microbatches or math.ceil(most / 2))
+    args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
+    args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
+    if args.decay_steps is None:
+        args.decay_steps = max(0, args.steps - args.warmup)
+    if args.min_lr is None:
+        args.min_lr = args.lr / 10
+
+
 def check(args, given):
     """Raise ValueError if flags do not fit together, or if a given flag lacks what it needs.
 
     args: all fields of Args, set. given: {name: value} of the flags on the command line.
     """
-    for flag in FLAGS:
-        value = given.get(flag.name)
-        needs = flag.metadata.get("needs")
-        if needs and value not in (None, flag.metadata.get("neutral")):
-            need(holds(needs, args), f"{as_typed(flag.name, value)} needs {as_flags(needs)}")
+    for name, (rule, off) in NEEDS.items():
+        value = given.get(name, off)
+        sentence = f"{as_typed(name, value)} needs {as_flags(rule)}"
+        need(value == off or holds(rule, args), sentence)
     for sentence in broken(RULES, args):
         raise ValueError(sentence)
 
@@ -2895,6 +2858,22 @@ def as_flags(rule):
     dashed = lambda word: as_typed(word[0]) if word[0] in names else word[0]
     text = re.sub(r"[a-z_]+", dashed, rule).replace("'", "").replace(" == ", " ")
     return re.sub(r" in \[(.*)\]", lambda found: " " + found[1].replace(", ", " or "), text)
+
+
+def as_typed(name, value=True):
+    """Return a flag as it is written on the command line."""
+    dashed = "--" + name.replace("_", "-")
+    return dashed if value is True else f"{dashed} {value}"
+
+
+def typed(args, *names):
+    """Return some of the flags with their values, as they are written on the command line."""
+    return " ".join(as_typed(name, getattr(args, name)) for name in names)
+
+
+def flags_of(args):
+    """Return {name: value} of all flags, without the other fields of Args."""
+    return {flag.name: getattr(args, flag.name) for flag in FLAGS}
 
 
 def schedule_of(args):
@@ -2968,14 +2947,16 @@ def first_line(error):
     return str(error).strip().split("\n")[0]
 
 
-def on_any_rank(condition):
-    """Return whether the condition is true on any rank. The all-reduce uses gloo, not the GPUs."""
-    found = torch.tensor(condition, dtype=torch.uint8)
-    all_reduce(found, ReduceOp.MAX)
-    return bool(found)
-
-
 # ---- one process ---------------------------------------------------------------------------------
+#
+# How a run ends, and what it prints, under torchrun or in a world of one:
+#
+#     it has trained                 status 0
+#     wrong flags, data, files       TrainingError on all ranks     one line, status 2
+#     a step or a save fails         TrainingError on all ranks     one line, status 1
+#     SIGTERM with --checkpoint      TrainingError on all ranks     one line, status 143
+#     a rank dies or stays silent    its peers lose it              one line of one rank, status 1
+#     any other error                one rank raises it             one traceback, status 1
 
 # Variables that main() sets unless they are set already. CUDA and NCCL read them when they start.
 ENVIRONMENT = {
@@ -2983,6 +2964,35 @@ ENVIRONMENT = {
     "NCCL_MAX_P2P_NCHANNELS": "16",  # half of the usual channels, and so half of NCCL's buffers
 }
 OF_A_MACHINE = {"data", "checkpoint", "metrics"}  # paths, which may differ between machines
+
+
+def main(argv=None, work=train):
+    """Run work(args, device) on one rank, under torchrun or in a world of one.
+
+    Returns the exit status: 2 if flags are wrong, that of a TrainingError, or what work() returns.
+    """
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        store = join(argv)
+    except (ValueError, RuntimeError) as error:  # a variable of torchrun or a process is missing
+        say(f"error: rank {os.environ.get('RANK')}: {first_line(error)}")
+        return 2 if isinstance(error, ValueError) else 1
+    try:
+        status = perform(argv, work)
+        barrier()  # no rank may close connections that another still uses
+    except Exception as error:
+        # Other ranks fail because this one does, or this one because another has failed. They may
+        # be waiting, or gone, so it says nothing to them.
+        if not is_first_to_fail(store):
+            return 1
+        if not is_lost_connection(error):
+            raise
+        say(f"error: rank {dist.get_rank()}: {first_line(error)}")
+        return 1
+    dist.destroy_process_group()
+    return status
 
 
 def join(argv):
@@ -2993,8 +3003,9 @@ def join(argv):
     """
     words = [word for word in argv if word not in ("-h", "--help")]
     try:  # no group can change its timeout later
-        timeout = timedelta(seconds=vars(Parser().parse_known_args(words)[0])["timeout"])
-    except (ValueError, KeyError):  # agree() refuses wrong flags on all ranks
+        given, _ = Parser().parse_known_args(words)
+        timeout = timedelta(seconds=vars(given).get("timeout", Args.timeout))
+    except ValueError:  # agree() refuses wrong flags on all ranks
         timeout = timedelta(seconds=Args.timeout)
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
@@ -3007,19 +3018,38 @@ def join(argv):
     return store
 
 
+def perform(argv, work):
+    """Return the exit status of work(), or of a TrainingError, which all ranks raise. Collective.
+    """
+    rank = dist.get_rank()
+    try:
+        args, device = agree(argv)
+        for sentence in broken(SLOW, args):
+            if rank == 0:
+                say(f"warning: {sentence}")
+        torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
+        gc.freeze()  # what was imported is never garbage, so collections need not look at it
+        gc.disable()  # train() collects, at the same steps on all ranks
+        return work(args, device) or 0
+    except TrainingError as error:
+        if rank == 0:
+            say(f"error: {error}")
+        return error.status
+
+
 def agree(argv):
     """Return the Args, which are the same on all ranks, and this process's device. Collective.
 
     Raises TrainingError with status 2 if flags are wrong on any rank, or differ between ranks.
     """
-    world_size = dist.get_world_size()
+    rank, world_size = rank_and_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     # ranks of a node are consecutive, so every run of so many ranks is on one node
     per_node = math.gcd(*gather_objects(local_size))
     # --help is printed once
-    with nullcontext() if dist.get_rank() == 0 else redirect_stdout(io.StringIO()):
+    with nullcontext() if rank == 0 else redirect_stdout(io.StringIO()):
         args = on_all_ranks(parse, argv, world_size, per_node)
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank % local_size))
     device = on_all_ranks(choose_device, args, local_rank, local_size)
     own = {k: v for k, v in flags_of(args).items() if k not in OF_A_MACHINE}
     own["device"] = f"{args.device} ({device.type})"  # a machine may lack GPUs
@@ -3044,74 +3074,22 @@ def choose_device(args, local_rank=0, per_node=1):
     return device
 
 
-def is_lost_connection(error):
-    """Return whether an error says that another process is missing, silent or has ended."""
-    if isinstance(error, (dist.DistStoreError, dist.DistNetworkError)):
-        return True
-    told = "lost rank|[Cc]onnection (closed|reset)|Broken pipe|Wait timeout|Timed out"
-    return bool(re.search(told, str(error)))
-
-
-def is_first_to_tell(store):
-    """Return whether no other rank has told of its end, or of that of another, before.
-
-    If a rank dies, those that wait for it notice first. Others wait for these, until they end.
-    """
+def is_first_to_fail(store):
+    """Return whether no rank has asked this before."""
     try:
-        return store.add("lost", 1) == 1
+        return store.add("failed", 1) == 1
     except RuntimeError:  # the store's process, which is torchrun's or rank 0's, has died
         return True
 
 
-def is_out_of_memory(error):
-    """Return whether an error says that the host or a GPU has no memory left."""
-    kinds = MemoryError, torch.OutOfMemoryError
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+def is_lost_connection(error):
+    """Return whether an error says that another process is missing, silent or has ended."""
+    return isinstance(error, dist.DistError) or " lost rank " in str(error)
 
 
 def say(sentence):
     """Print a line for the user in a single write, so that lines of processes do not mix."""
     print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
-
-
-def main(argv=None, work=train):
-    """Run work(args, device) on one rank, under torchrun or in a world of one.
-
-    Returns the exit status: 2 if flags are wrong, that of a TrainingError, or what work() returns.
-    """
-    for variable, value in ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        store = join(argv)
-    except (ValueError, RuntimeError) as error:  # a variable of torchrun or a process is missing
-        say(f"error: rank {os.environ.get('RANK')}: {first_line(error)}")
-        return 2 if isinstance(error, ValueError) else 1
-    rank = dist.get_rank()
-    try:
-        args, device = agree(argv)
-        for sentence in broken(SLOW, args):
-            if rank == 0:
-                say(f"warning: {sentence}")
-        torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
-        gc.freeze()  # what was imported is never garbage, so collections need not look at it
-        gc.disable()  # train() collects, at the same steps on all ranks
-        status = work(args, device) or 0
-    except TrainingError as error:  # which all ranks raise
-        status = error.status
-        if rank == 0:
-            say(f"error: {error}")
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            say(f"error: rank {rank} has no memory left: {first_line(error)}")
-        elif not is_lost_connection(error):
-            raise
-        elif is_first_to_tell(store):
-            say(f"error: rank {rank}: {first_line(error)}")
-        return 1  # without a farewell, as others may be waiting, or gone
-    barrier()  # no rank may close connections that another still uses
-    dist.destroy_process_group()
-    return status
 
 
 if __name__ == "__main__":

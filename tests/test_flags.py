@@ -10,7 +10,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,7 +99,7 @@ def test_every_flag_has_a_row_in_the_table():
     assert {_name(typed) for typed, *_ in ROWS} == {flag.name for flag in hybrid.FLAGS}
 
 
-NEEDS = {flag.name: flag.metadata["needs"] for flag in hybrid.FLAGS if "needs" in flag.metadata}
+NEEDS = {name: rule for name, (rule, _) in hybrid.NEEDS.items()}
 OFF = {"lr_decay != 'none'": "--lr-decay none", "sample != 0": "--sample 0"}  # of what is on
 
 
@@ -127,10 +126,10 @@ def test_chunks_is_accepted_with_the_schedules_whose_caller_chooses_them(name):
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_flag_is_accepted_without_what_it_needs_if_its_value_means_that_it_is_off(name):
-    (flag,) = [flag for flag in hybrid.FLAGS if flag.name == name]
-    if (neutral := flag.metadata.get("neutral")) is not None:
-        args = hybrid.parse(hybrid.as_typed(name, neutral).split(), 1)
-        assert getattr(args, name) == neutral
+    _, off = hybrid.NEEDS[name]
+    if off is not None:
+        args = hybrid.parse(hybrid.as_typed(name, off).split(), 1)
+        assert getattr(args, name) == off
 
 
 class Saved:
@@ -400,9 +399,10 @@ def _main(folder, flags, work=lambda *_: None, per_node=None, **environment):
     store = dist.FileStore(str(folder / "store"), world_size)
     per_node = per_node or [world_size] * world_size
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % per_node[rank]}
-    place |= {"LOCAL_WORLD_SIZE": per_node[rank]}
+    place |= {"LOCAL_WORLD_SIZE": per_node[rank]} | environment
+    place = {name: str(value) for name, value in place.items() if value is not None}
     with (
-        patch.dict(os.environ, {name: str(value) for name, value in place.items()} | environment),
+        patch.dict(os.environ, place),
         patch.object(dist, "rendezvous", lambda *_, **__: iter([(store, rank, world_size)])),
         redirect_stdout(io.StringIO()) as printed,
         redirect_stderr(printed),
@@ -539,14 +539,22 @@ def _make_mesh(args, device):
     hybrid.make_mesh(args, device=device)
 
 
-@pytest.mark.parametrize("phase", ["join", "agree", soak("make_mesh")])
-def test_a_rank_that_dies_before_groups_exist_ends_the_others_with_a_line(phase, tmp_path):
+@pytest.mark.parametrize("phase", ["join", "agree"])
+def test_a_rank_that_dies_before_flags_are_agreed_on_ends_the_others_with_a_line(phase, tmp_path):
     *others, dead = spawn(3, _die_at, phase, tmp_path, check=False)
     assert dead.exitcode == -signal.SIGKILL
     assert [outcome.result[0] for outcome in others] == [1, 1]
     printed = [outcome.result[1] for outcome in others]
     assert all(line.count("\n") <= 1 for line in printed) and any(printed)
     assert all(re.match(r"\S+: error: rank \d: ", line) for line in printed if line)
+
+
+@pytest.mark.soak
+def test_a_rank_that_dies_while_groups_connect_ends_the_others_and_one_shows_where(tmp_path):
+    *others, dead = spawn(3, _die_at, "make_mesh", tmp_path, check=False)
+    assert dead.exitcode == -signal.SIGKILL
+    told = [outcome.error_text or outcome.result[1] for outcome in others]
+    assert sorted(told)[0] == "" and "RuntimeError: " in sorted(told)[1]
 
 
 def test_a_variable_of_torchrun_that_is_missing_is_one_line(monkeypatch, capsys):
@@ -557,21 +565,44 @@ def test_a_variable_of_torchrun_that_is_missing_is_one_line(monkeypatch, capsys)
     assert ": error: " in line and "WORLD_SIZE" in line
 
 
-def _take_memory_of_torch(*_):
-    torch.empty(2**60)
+def _fail_on_rank_2(args, device):
+    if dist.get_rank() == 2:
+        raise IndexError("a fault of the program")
+    dist.barrier()
 
 
-def _take_memory_of_numpy(*_):
-    np.zeros(2**60, np.uint8)
+def test_an_error_of_one_rank_is_its_traceback_and_what_follows_on_others_is_not_printed(tmp_path):
+    *others, faulty = spawn(3, _main, tmp_path, [""] * 3, _fail_on_rank_2, check=False)
+    assert "IndexError: a fault of the program" in faulty.error_text
+    assert [outcome.result for outcome in others] == [(1, ""), (1, "")]
 
 
-@pytest.mark.parametrize("work", [_take_memory_of_torch, _take_memory_of_numpy])
-def test_a_rank_without_memory_says_so_in_one_line(work, monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    assert hybrid.main([], work) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "error: rank 0 has no memory left: " in line and "allocate" in line
-    dist.destroy_process_group()
+def _die_on_rank_2(args, device):
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_at_the_end_of_its_work_ends_the_others_with_a_line(tmp_path):
+    *others, _ = spawn(3, _main, tmp_path, [""] * 3, _die_on_rank_2, check=False)
+    assert [outcome.result[0] for outcome in others] == [1, 1]
+    (line,) = "".join(outcome.result[1] for outcome in others).splitlines()
+    assert re.match(r"\S+: error: rank \d: .* lost rank \d", line)
+
+
+def _print_device(args, device):
+    print(device)
+
+
+def _gpus_without_local_rank(folder):
+    """Run main() on two nodes of two GPUs each, by a launcher that sets no LOCAL_RANK."""
+    choose = lambda args, local_rank, per_node: torch.device("cuda", local_rank)
+    with patch.object(hybrid, "choose_device", choose):
+        return _main(folder, [""] * 4, _print_device, [2] * 4, LOCAL_RANK=None)
+
+
+def test_without_local_rank_processes_of_a_node_take_its_gpus_in_turn(tmp_path):
+    found = run(4, _gpus_without_local_rank, tmp_path)
+    assert found == [(0, "cuda:0\n"), (0, "cuda:1\n")] * 2
 
 
 @on_ranks(2)

@@ -458,12 +458,12 @@ import FILE new --block llama | --block llama differs from the file's, gpt2
 import FILE new --experts 4 | transformer.h.0.mlp.experts.w_in is missing
 import FILE new --sequence 5 | unrecognized arguments: --sequence 5
 import FILE there | there/step_00000000 is there already
-export MISSING OUT | MISSING/step_*/run.json
+export MISSING OUT | MISSING/step_*/SHA256SUMS
 export there no/such | no/such
 export experts OUT | --experts 4 is no GPT-2
 export groups OUT | --kv-heads 2 is no GPT-2
 export untied OUT | --head untied is no GPT-2
-export empty OUT | empty/step_00000000/run.json does not hold the flags of a run: KeyError: 'checksum'
+export empty OUT | empty/step_00000000/run.json has changed since it was saved
 import EMPTY.safetensors new | No such file or directory: 'EMPTY.safetensors'
 import FILE.safetensors new | FILE.safetensors is not a safetensors file: JSONDecodeError: E
 import TORCH.safetensors new | UnicodeDecodeError: 'utf-32-be' codec can't decode bytes in pos
@@ -507,10 +507,10 @@ def write_folders():
 def write_checkpoint(name, source, **flags):
     """Copy a checkpoint of a Llama and change flags in its run.json."""
     shutil.copytree(source, name)
-    path = Path(name, "step_00000000", "run.json")
-    run = json.loads(path.read_text()) | flags
-    run.pop("checksum")
-    hybrid.write_run(path.parent, run)
+    path = Path(name, "step_00000000")
+    run = json.loads((path / "run.json").read_text()) | flags
+    others = [file for file in path.iterdir() if file.name not in ("run.json", "SHA256SUMS")]
+    hybrid.write_run(path, run, hybrid.digests_of(others))
 
 
 def write_files():

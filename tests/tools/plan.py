@@ -647,7 +647,8 @@ def parse(argv):
     if "schedule" in given:
         known.add(f"schedule in {CAN_OVERLAP}")
     for flag in hybrid.FLAGS:
-        needs, value = flag.metadata.get("needs"), given.get(flag.name)
+        needs, _ = hybrid.NEEDS.get(flag.name, (None, None))
+        value = given.get(flag.name)
         if needs in known and value is not None and not hybrid.holds(needs, args):
             raise ValueError(f"{hybrid.as_typed(flag.name, value)} needs {hybrid.as_flags(needs)}")
     return args

@@ -371,8 +371,8 @@ def take(path, folder, more):
         raise ValueError(f"{there} is there already")
     with unfinished(folder / "step_00000000") as part:
         dcp.save({"model": weights}, checkpoint_id=part)
-        digests = hybrid.digests_of([*part.iterdir()])
-        hybrid.write_run(part, hybrid.flags_of(args) | {"step": 0, "sha256": digests})
+        run = hybrid.flags_of(args) | {"step": 0}
+        hybrid.write_run(part, run, hybrid.digests_of([*part.iterdir()]))
     words = ["hybrid.py", "--checkpoint", str(folder)]
     for name in flags | typed:
         words += hybrid.as_typed(name, getattr(args, name)).split(" ", 1)
@@ -387,7 +387,6 @@ def give(folder, path):
     args = hybrid.GPTConfig(**{name: run[name] for name in flags})
     kind = kind_of(args)
     weights = empty_weights(args)
-    (checkpoint / ".metadata").stat()  # an older torch's error does not name the missing file
     dcp.load({"model": weights}, checkpoint_id=checkpoint)
     if kind == "gpt2":
         write_gpt2(weights, args, path)
