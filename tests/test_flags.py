@@ -2,11 +2,15 @@
 
 import hashlib
 import io
+import json
+import math
 import os
 import re
 import signal
-from contextlib import redirect_stderr, redirect_stdout
+from collections import Counter
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
+from random import Random
 from unittest.mock import patch
 
 import numpy as np
@@ -15,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 import hybrid
+import verify
 from collectives import observe
 from pipeline import SCHEDULES
-from ranks import PROJECT, on_ranks, run, shifted, soak, spawn, torchrun
+from ranks import PROJECT, RanksFailed, on_ranks, run, shifted, soak, spawn, torchrun
 
 # ---- every flag ----------------------------------------------------------------------------------
 
@@ -600,6 +605,302 @@ def test_processes_have_one_gpu_each_with_nccl_or_share_gpus_with_gloo(monkeypat
     assert choose(1, "cuda", 3, 4) == "cuda:0 nccl"  # each process sees only its own GPU
     with pytest.raises(ValueError, match="--dtype tf32 needs a GPU"):
         hybrid.choose_device(hybrid.parse(["--dtype", "tf32", "--device", "cpu"], 1))
+
+
+# ---- random flags --------------------------------------------------------------------------------
+
+# verify.draw() draws a layout. To it come a few of these lines, some of which are wrong, do not fit
+# the layout, or lack a flag that they need. A later flag takes the place of an earlier one.
+SMALL = "--hidden 64 --heads 8 --ffn 128 --seq-len 16 --vocab-size 67 --steps 3 --warmup 1"
+SMALL += " --data ../tokens.bin --sample 3 --metrics log --timeout 120"
+MORE = """
+--hidden 32
+--hidden 60
+--hidden 0
+--heads 4
+--heads 3
+--kv-heads 1
+--ffn 36
+--seq-len 8
+--seq-len 12
+--seq-len 15
+--vocab-size 64
+--vocab-size 4
+--layers 4 --recompute full --recompute-layers 2
+--recompute-layers 2
+--block llama
+--block llama --rope-theta 100
+--rope-theta 100
+--head untied
+--block llama --head tied
+--dropout 0.2
+--experts 4
+--experts 8 --top-k 8
+--experts 3
+--capacity-factor 1.0
+--topk-nodes 1
+--ep 2
+--expert-parts 2
+--expert-parts 3
+--layers 6 --schedule interleaved --chunks 3
+--chunks 1
+--chunks 2
+--collectives backend
+--zero 4
+--replicate 4
+--microbatches 3
+--batch-size 24
+--batch-size 4
+--batch-size 7
+--steps 1
+--steps 5 --decay-steps 2
+--decay-steps 9
+--lr 0.01
+--lr fast
+--warmup 0
+--lr-decay linear
+--lr-decay none
+--min-lr 0.001
+--min-lr 1
+--weight-decay 0.5
+--grad-clip 0
+--grad-clip 0.05
+--seed 5
+--dtype bf16
+--dtype tf32
+--moments bf16
+--device cpu
+--device cuda
+--data ../text --vocab-size 128
+--data ../text
+--data ../missing
+--checkpoint saved
+--checkpoint saved --save-every 1 --keep 1
+--save-every 2
+--keep 1
+--eval-every 1
+--sample 0
+--sample 20
+--prompt 1,2,3
+--prompt 1,99
+--prompt abc
+--temperature 0
+--temperature -1
+--print-every 1
+--peak-tflops 5
+--metrics no/folder/log
+--timeout 90
+--unknown 1
+""".strip().splitlines()
+# These divide the work, and one process has none of them.
+DIVIDING = "dp tp cp pp zero replicate cp_method schedule overlap chunks microbatches ep"
+DIVIDING = {*f"{DIVIDING} topk_nodes expert_parts collectives sp".split()}
+DIVIDING |= {"recompute", "recompute_layers", "checkpoint", "save_every", "keep"}
+SETS = int(os.environ.get("FLAG_SETS", "24"))  # for each number of processes
+
+
+def _draw(random, world_size):
+    """Draw flags; return (words, processes of a node). A third of those that parse() refuses stay.
+
+    """
+    while True:
+        *layout, (nodes, _) = verify.draw(random, world_size)
+        more = random.sample(MORE, random.randrange(7))
+        words = " ".join([SMALL, *layout, *more]).split()
+        per_node = world_size // nodes or 1
+        try:
+            hybrid.parse(words, world_size, per_node)
+        except ValueError:
+            if random.random() > 0.1:
+                continue
+        return words, per_node
+
+
+def test_every_flag_is_among_the_random_ones():
+    random = Random(shifted(1))
+    layouts = [flag for _ in range(200) for flag in verify.draw(random, 4)[:-1]]
+    names = re.findall("--[a-z-]+", " ".join([SMALL, *MORE, *layouts]))
+    assert {_name(typed) for typed in names} == {flag.name for flag in hybrid.FLAGS} | {"unknown"}
+
+
+def _accepted(words, world_size, per_node):
+    """Return the Args, or None if the flags, the files or the machine do not allow the run."""
+    try:
+        args = hybrid.parse(words, world_size, per_node)
+        hybrid.choose_device(args)
+    except ValueError:
+        return None
+    if args.data == "../missing" or args.metrics != "log":
+        return None
+    is_text = args.data == "../text"
+    prompts = (None, "abc", "1,2,3", "1,99") if is_text else (None, "1,2,3")
+    largest = ord("z") if is_text else 63
+    if largest >= args.vocab_size or args.prompt not in prompts:
+        return None
+    return args
+
+
+def _train_in_fp64(args, device):
+    """Train with fp64 in place of fp32, so that layouts can be compared closely."""
+    torch.set_default_dtype(torch.float64 if args.dtype == "fp32" else torch.float32)
+    hybrid.train(args, device)
+
+
+def _run_main(folder, words, per_node, work=_train_in_fp64, fault=None):
+    """Run main() in a folder; return (status, what it printed). fault: a method that is left out.
+
+    """
+    size = dist.get_world_size()
+    os.chdir(folder)
+    is_out = patch.object(hybrid.Trainer, fault, lambda _: None) if fault else nullcontext()
+    with is_out:
+        ended = _main(Path(), [" ".join(words)] * size, work, [per_node] * size)
+    os.chdir("/")
+    return ended
+
+
+def _of_one_process(args, words):
+    """Return flags with which one process trains the same model on the same batches."""
+    given = vars(hybrid.Parser().parse_args(words))
+    given = {name: value for name, value in given.items() if name not in DIVIDING}
+    given["batch_size"] = args.batch_size
+    if args.experts and args.balance == "aux":
+        given["microbatches"] = args.microbatches  # each has a balance loss of its own
+    return [word for flag in given.items() for word in hybrid.as_typed(*flag).split()]
+
+
+def _incomparable(args):
+    """Return why the results depend on the layout, or ""."""
+    is_whole = args.world_size == args.microbatches == 1
+    reasons = {
+        "dropout": args.dropout > 0 and not is_whole,
+        "capacity": args.capacity_factor is not None and not is_whole,
+        "topk-nodes": args.topk_nodes < args.ep_nodes,
+        "balance losses": args.balance == "aux" and args.dp > 1 and args.microbatches > 1,
+        "choices of experts in bf16": args.dtype == "bf16",
+    }
+    of_experts = {name for name in reasons if name != "dropout"}
+    return next((why for why, holds in reasons.items()
+                 if holds and (args.experts or why not in of_experts)), "")
+
+
+def _numbers(folder):
+    """Return {what and step: number or tokens} of a run's metrics."""
+    found = {}
+    for line in map(json.loads, (folder / "log").read_text().splitlines()):
+        for name in ("loss", "grad_norm", "expert_load", "validation_loss", "sample"):
+            if name in line:
+                found[f"{name} {line['step']}"] = line[name]
+    return found
+
+
+def _difference(found, expected, args, precision="fp64"):
+    """Return what differs, or ""."""
+    if args.dtype == "bf16":
+        precision = "bf16"
+    bound = verify.BOUNDS[precision]
+    if args.moments == "bf16" and precision == "fp64":
+        bound = 1e-4  # a moment may be rounded up in one of the two, and down in the other
+    if found.keys() != expected.keys():
+        return f"{found.keys() ^ expected.keys()} is not in both"
+    for name, value in expected.items():
+        if name.startswith("sample"):
+            if bound < 1e-8 and found[name] != value:
+                return f"{name}: {found[name]}, one process has {value}"
+        elif not abs(found[name] - value) <= bound * abs(value):
+            return f"{name}: {found[name]}, one process has {value}"
+    return ""
+
+
+def _judge(folder, words, world_size, per_node, fault=None):
+    """Run main() with these flags; return what became of them, and what is wrong, or ""."""
+    folder.mkdir()
+    args = _accepted(words, world_size, per_node)
+    try:
+        ended = run(world_size, _run_main, folder, words, per_node, fault=fault, timeout=90)
+    except RanksFailed as error:
+        return "failed", str(error)
+    statuses = [status for status, _ in ended]
+    printed = "".join(printed for _, printed in ended)
+    if args is None:
+        lines = [line for line in printed.splitlines() if ": warning: " not in line]
+        if len(lines) == 1 and ": error: " in lines[0] and statuses == [2] * world_size:
+            return "refused", ""
+        return "refused", f"statuses {statuses}, printed {printed}"
+    if any(statuses) or "Traceback" in printed:
+        return "ran", f"statuses {statuses}, printed {printed}"
+    found = _numbers(folder)
+    if not all(math.isfinite(number) for number in found.values() if not isinstance(number, list)):
+        return "ran", f"not finite: {found}"
+    if why := _incomparable(args):
+        return f"incomparable for {why}", ""
+    alone = folder / "one"
+    alone.mkdir()
+    for name in ("tokens.bin", "text"):
+        (folder / name).symlink_to(folder.parent / name)
+    ((status, printed),) = run(1, _run_main, alone, _of_one_process(args, words), 1, timeout=90)
+    if status:
+        return "ran", f"one process: {printed}"
+    return "compared", _difference(found, _numbers(alone), args)
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Provide a folder with the two files of data that random flags name."""
+    tokens = np.random.default_rng(shifted(1)).integers(64, size=4000, dtype=np.uint16)
+    (tmp_path / "tokens.bin").write_bytes(tokens.tobytes())
+    (tmp_path / "text").write_text("a lazy fox and a quick dog\n" * 100)
+    return tmp_path
+
+
+def _count(world_size, corpora, fault=None, count=SETS):
+    """Judge so many sets; return Counter of what became of them, and the faults as lines."""
+    random = Random(shifted(1000 * world_size))
+    became = Counter()
+    faults = []
+    for number in range(count):
+        words, per_node = _draw(random, world_size)
+        what, wrong = _judge(corpora / str(number), words, world_size, per_node, fault)
+        became[what] += 1
+        if wrong:
+            flags = " ".join(words).removeprefix(SMALL)
+            faults.append(f"{world_size}/{per_node} processes,{flags}: {wrong}")
+    return became, faults
+
+
+@pytest.mark.parametrize("world_size", [soak(1), soak(2), soak(4)])
+def test_random_flags_are_refused_in_one_line_or_train_as_one_process_does(world_size, corpora):
+    """FLAG_SETS in the environment is the number of sets, and TEST_SEED gives others."""
+    became, faults = _count(world_size, corpora)
+    print(f"{world_size} processes, {became.total()} sets of flags:", dict(became))
+    assert not faults, "\n".join(faults)
+    assert became["compared"] and became["refused"]
+
+
+@pytest.mark.soak
+def test_random_flags_show_a_sum_of_gradients_that_is_left_out(corpora):
+    _, faults = _count(2, corpora, "sum_shared_gradients", 12)
+    assert faults and all("one process has" in line for line in faults)
+
+
+@pytest.mark.soak
+def test_random_flags_train_under_torchrun_as_one_process_does(corpora):
+    random = Random(shifted(3))
+    for world_size in (1, 2, 4):
+        args = None
+        while args is None or _incomparable(args):
+            words, _ = _draw(random, world_size)
+            args = _accepted(words, world_size, world_size)
+        folder, alone = corpora / str(world_size), corpora / f"{world_size} alone"
+        done = []
+        for place, size, flags in (
+            (folder, world_size, words), (alone, 1, _of_one_process(args, words))
+        ):
+            place.mkdir()
+            done.append(torchrun(size, PROJECT / "hybrid.py", *flags, cwd=place))
+        assert [each.returncode for each in done] == [0, 0], done
+        assert "Traceback" not in done[0].stderr
+        assert not _difference(_numbers(folder), _numbers(alone), args, "fp32"), words
 
 
 # ---- --help --------------------------------------------------------------------------------------
