@@ -1,4 +1,4 @@
-"""Flags of hybrid.py: each has an effect or is refused, on all ranks alike; processes; --help."""
+"""Flags of hybrid.py: each has an effect or is refused, alone and in random sets; processes."""
 
 import hashlib
 import io

@@ -86,7 +86,7 @@ def layouts(world_size, per_node, more=(), count=24, seed=SEED):
 
     Each one is chosen from 50 draws: of the ten whose choices have occurred least often in the
     earlier layouts, the one with the most parallel sums that have not occurred.
-    more: flags that are added to all layouts.
+    more: flags that are added to all layouts. seed: that of the draws.
     """
     random, seen, found = Random(seed), Counter(), []
     rarity = lambda choices: sum(0.5 ** seen[choice] for choice in choices)
