@@ -1,13 +1,17 @@
-"""Flags of hybrid.py: each has an effect or is refused, on all ranks alike; processes; --help."""
+"""Flags of hybrid.py: each has an effect or is refused, alone and in random sets; processes."""
 
 import gc
 import hashlib
 import io
+import json
+import math
 import os
 import re
 import signal
+from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from random import Random
 from unittest.mock import patch
 
 import pytest
@@ -15,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 import hybrid
+import verify
 from collectives import observe
 from pipeline import SCHEDULES
-from ranks import PROJECT, on_ranks, run, shifted, soak, spawn, torchrun
+from ranks import PROJECT, RanksFailed, on_ranks, run, shifted, soak, spawn, torchrun
 
 # ---- every flag ----------------------------------------------------------------------------------
 
@@ -633,6 +638,321 @@ def test_processes_have_one_gpu_each_with_nccl_or_share_gpus_with_gloo(monkeypat
     assert choose(1, "cuda", 3, 4) == "cuda:0 nccl"  # each process sees only its own GPU
     with pytest.raises(ValueError, match="--dtype tf32 needs a GPU"):
         hybrid.choose_device(hybrid.parse(["--dtype", "tf32", "--device", "cpu"], 1))
+
+
+# ---- random flags --------------------------------------------------------------------------------
+
+# A random set of flags is a small model, a layout that verify.layouts() draws, and some lines of
+# MORE that fit them. To one set in five comes a line that does not fit, or one of WRONG.
+SMALL = "--hidden 64 --heads 8 --ffn 128 --seq-len 16 --vocab-size 67 --steps 3 --warmup 1"
+SMALL += " --data ../tokens.bin --sample 3 --metrics log --timeout 120"
+MORE = """
+--hidden 32
+--hidden 60
+--heads 4
+--kv-heads 1
+--ffn 36
+--seq-len 8
+--seq-len 12
+--seq-len 15
+--vocab-size 64
+--layers 4 --recompute full --recompute-layers 2
+--recompute-layers 2
+--block llama
+--block llama --rope-theta 100
+--rope-theta 100
+--head untied
+--head tied
+--dropout 0.2
+--experts 4
+--experts 8 --top-k 8
+--experts 3
+--capacity-factor 1.0
+--topk-nodes 1
+--ep 2
+--expert-parts 2
+--expert-parts 3
+--layers 6 --schedule interleaved --chunks 3
+--chunks 1
+--chunks 2
+--collectives backend
+--replicate 4
+--microbatches 3
+--batch-size 24
+--batch-size 4
+--batch-size 7
+--steps 1
+--steps 5 --decay-steps 2
+--lr 0.01
+--warmup 0
+--lr-decay linear
+--lr-decay none
+--min-lr 0.001
+--weight-decay 0.5
+--grad-clip 0
+--grad-clip 0.05
+--seed 5
+--dtype bf16
+--moments bf16
+--device cpu
+--data ../text --vocab-size 128
+--data ../text --vocab-size 128 --prompt abc
+--checkpoint saved
+--checkpoint saved --save-every 1 --keep 1
+--save-every 2
+--keep 1
+--eval-every 1
+--sample 0
+--sample 20
+--prompt 1,2,3
+--temperature 0
+--print-every 1
+--peak-tflops 5
+--timeout 90
+""".strip().splitlines()
+WRONG = """
+--hidden 0
+--heads 3
+--vocab-size 4
+--zero 4
+--decay-steps 9
+--lr fast
+--min-lr 1
+--dtype tf32
+--device cuda
+--data ../text
+--data ../missing
+--prompt 1,99
+--prompt abc
+--temperature -1
+--metrics no/folder/log
+--unknown 1
+""".strip().splitlines()
+# One process does without these flags, as they change no result.
+WITHOUT_EFFECT = "dp tp cp pp zero replicate cp_method schedule overlap chunks microbatches ep"
+WITHOUT_EFFECT = {*f"{WITHOUT_EFFECT} topk_nodes expert_parts collectives sp".split()}
+WITHOUT_EFFECT |= {"recompute", "recompute_layers", "checkpoint", "save_every", "keep"}
+SETS = int(os.environ.get("FLAG_SETS", "24"))  # for each number of processes
+
+
+def _draw(world_size, count):
+    """Yield sets of flags, each as (words, processes of a node)."""
+    seed = shifted(1000 * world_size)
+    random = Random(seed)
+    for layout, per_node in verify.layouts(world_size, world_size, SMALL.split(), count, seed):
+        words = [*SMALL.split(), *layout]
+        wrong = list(WRONG)
+        for line in random.sample(MORE, 9):
+            longer = [*words, *line.split()]  # if it has a flag twice, the later one counts
+            try:
+                hybrid.parse(longer, world_size, per_node)
+            except ValueError:
+                wrong.append(line)
+            else:
+                words = longer
+        if random.random() < 0.2:
+            words += random.choice(wrong).split()
+        yield words, per_node
+
+
+def test_every_flag_is_among_the_random_ones():
+    random = Random(shifted(1))
+    layouts = [flag for _ in range(200) for flag in verify.draw(random, 4)[:-1]]
+    names = re.findall("--[a-z-]+", " ".join([SMALL, *MORE, *layouts]))
+    assert {_name(typed) for typed in names} == {flag.name for flag in hybrid.FLAGS}
+
+
+def _accepted(words, world_size, per_node):
+    """Return the Args, or None if the flags, the files or the machine do not allow the run."""
+    try:
+        args = hybrid.parse(words, world_size, per_node)
+        hybrid.choose_device(args)
+    except ValueError:
+        return None
+    is_text = args.data == "../text"
+    largest_token = ord("z") if is_text else 63
+    is_prompt = args.prompt in (None, "1,2,3") or is_text
+    files_exist = args.data != "../missing" and args.metrics == "log"
+    return args if files_exist and is_prompt and largest_token < args.vocab_size else None
+
+
+def _train_in_fp64(args, device):
+    """Train with fp64 in place of fp32, so that layouts can be compared closely."""
+    torch.set_default_dtype(torch.float64 if args.dtype == "fp32" else torch.float32)
+    hybrid.train(args, device)
+
+
+def _train_with_rows_of_the_first_replica(args, device):
+    """Train with a fault: all replicas get the same rows."""
+    rows = slice(args.batch_size // args.dp)
+    with patch.object(hybrid.Trainer, "own_rows", lambda _: rows):
+        _train_in_fp64(args, device)
+
+
+def _train_without_a_sum(args, device):
+    """Train with a fault: gradients of weights with several copies are not summed."""
+    with patch.object(hybrid.Trainer, "sum_shared_gradients", lambda _: None):
+        _train_in_fp64(args, device)
+
+
+def _run_main(folder, words, per_node, work):
+    """Run main() in a folder; return (status, what it printed)."""
+    size = dist.get_world_size()
+    os.chdir(folder)
+    ended = _main(Path(), [" ".join(words)] * size, work, [per_node] * size)
+    os.chdir("/")
+    return ended
+
+
+def _of_one_process(args, words):
+    """Return flags with which one process trains the same model on the same batches."""
+    given = vars(hybrid.Parser().parse_args(words))
+    given = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
+    given["batch_size"] = args.batch_size
+    if args.experts and args.balance == "aux":
+        given["microbatches"] = args.microbatches  # each has a balance loss of its own
+    return [word for flag in given.items() for word in hybrid.as_typed(*flag).split()]
+
+
+def _incomparable(args):
+    """Return why the results depend on the layout, or ""."""
+    is_whole = args.world_size == args.microbatches == 1
+    if args.dropout > 0 and not is_whole:
+        return "dropout"
+    if not args.experts:
+        return ""
+    if args.capacity_factor is not None and not is_whole:
+        return "capacity"
+    if args.topk_nodes < args.ep_nodes:
+        return "topk-nodes"
+    if args.balance == "aux" and args.dp > 1 and args.microbatches > 1:
+        return "balance losses"  # a microbatch of one process has other rows
+    if args.dtype == "bf16":
+        return "choices of experts in bf16"
+    return ""
+
+
+def _numbers(folder):
+    """Return {what and step: number or tokens} of a run's metrics."""
+    found = {}
+    for line in map(json.loads, (folder / "log").read_text().splitlines()):
+        for name in ("loss", "grad_norm", "expert_load", "validation_loss", "sample"):
+            if name in line:
+                found[f"{name} {line['step']}"] = line[name]
+    return found
+
+
+def _difference(found, expected, args, precision="fp64"):
+    """Return the first of a run's numbers that is not the expected one, or ""."""
+    if args.dtype == "bf16":
+        precision = "bf16"
+    bound = verify.BOUNDS[precision]
+    if args.moments == "bf16":
+        bound = max(bound, 1e-4)  # rounding may take a moment up in one run and down in the other
+    if found.keys() != expected.keys():
+        return f"{found.keys() ^ expected.keys()} are not in both"
+    for name, value in expected.items():
+        if name.startswith("sample"):
+            is_same = found[name] == value or bound > 1e-9  # rounding may change a token
+        else:
+            is_same = abs(found[name] - value) <= bound * abs(value)
+        if not is_same:
+            return f"{name}: {found[name]}, one process has {value}"
+    return ""
+
+
+def _judge(folder, words, world_size, per_node, work):
+    """Run main() with these flags; return how it ended, and what is wrong, or ""."""
+    folder.mkdir()
+    args = _accepted(words, world_size, per_node)
+    try:
+        ended = run(world_size, _run_main, folder, words, per_node, work, timeout=90)
+    except RanksFailed as error:
+        return "failed", str(error)
+    statuses = [status for status, _ in ended]
+    printed = "".join(printed for _, printed in ended)
+    if args is None:
+        lines = [line for line in printed.splitlines() if ": warning: " not in line]
+        if len(lines) == 1 and ": error: " in lines[0] and statuses == [2] * world_size:
+            return "refused", ""
+        return "refused", f"statuses {statuses}, printed {printed}"
+    if any(statuses) or "Traceback" in printed:
+        return "ran", f"statuses {statuses}, printed {printed}"
+    found = _numbers(folder)
+    losses = [value for name, value in found.items() if not name.startswith("sample")]
+    if not all(map(math.isfinite, losses)):
+        return "ran", f"not finite: {found}"
+    if why := _incomparable(args):
+        return f"incomparable for {why}", ""
+    alone = folder / "one"
+    alone.mkdir()
+    for name in ("tokens.bin", "text"):
+        (folder / name).symlink_to(folder.parent / name)
+    flags = _of_one_process(args, words)
+    ((status, printed),) = run(1, _run_main, alone, flags, 1, _train_in_fp64, timeout=90)
+    if status:
+        return "ran", f"one process: {printed}"
+    return "compared", _difference(found, _numbers(alone), args)
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Provide a folder with the two files of data that random flags name."""
+    tokens = np.random.default_rng(shifted(1)).integers(64, size=4000, dtype=np.uint16)
+    (tmp_path / "tokens.bin").write_bytes(tokens.tobytes())
+    (tmp_path / "text").write_text("a lazy fox and a quick dog\n" * 100)
+    return tmp_path
+
+
+def _count(world_size, corpora, count=SETS, work=_train_in_fp64):
+    """Judge so many sets of flags; return how many ended in which way, and a line per fault."""
+    ends = Counter()
+    faults = []
+    for number, (words, per_node) in enumerate(_draw(world_size, count)):
+        end, wrong = _judge(corpora / str(number), words, world_size, per_node, work)
+        ends[end] += 1
+        if wrong:
+            flags = " ".join(words).removeprefix(SMALL)
+            faults.append(f"{world_size}/{per_node} processes,{flags}: {wrong}")
+    return ends, faults
+
+
+@pytest.mark.parametrize("world_size", [soak(1), soak(2), soak(4)])
+def test_random_flags_are_refused_in_one_line_or_train_as_one_process_does(world_size, corpora):
+    """FLAG_SETS in the environment is the number of sets, TEST_SEED draws others, -s shows counts.
+    """
+    ends, faults = _count(world_size, corpora)
+    print(f"{world_size} processes, {ends.total()} sets of flags:", dict(ends))
+    assert not faults, "\n".join(faults)
+    assert ends["compared"] and ends["refused"]
+
+
+FAULTS = [_train_with_rows_of_the_first_replica, _train_without_a_sum]
+
+
+@pytest.mark.parametrize("work", [soak(work) for work in FAULTS])
+def test_random_flags_show_a_fault_of_some_layouts(work, corpora):
+    ends, faults = _count(2, corpora, 12, work)
+    assert 0 < len(faults) < ends.total()
+
+
+@pytest.mark.soak
+def test_random_flags_train_under_torchrun_as_one_process_does(corpora):
+    for world_size in (1, 2, 4):
+        for words, _ in _draw(world_size, 12):
+            args = _accepted(words, world_size, world_size)
+            if args is not None and not _incomparable(args):
+                break
+        folder, alone = corpora / str(world_size), corpora / f"{world_size} alone"
+        done = []
+        for place, size, flags in (
+            (folder, world_size, words), (alone, 1, _of_one_process(args, words))
+        ):
+            place.mkdir()
+            done.append(torchrun(size, PROJECT / "hybrid.py", *flags, cwd=place))
+        assert [each.returncode for each in done] == [0, 0], done
+        assert "Traceback" not in done[0].stderr
+        assert not _difference(_numbers(folder), _numbers(alone), args, "fp32"), words
 
 
 # ---- --help --------------------------------------------------------------------------------------

@@ -81,14 +81,14 @@ def sizes_of(world_size):
     return f"{sizes} --grad-clip 0.1 --weight-decay 0.2 --timeout 60".split()
 
 
-def layouts(world_size, per_node, more=(), count=24):
+def layouts(world_size, per_node, more=(), count=24, seed=SEED):
     """Draw `count` valid layouts; return (flags, processes of a node) for each.
 
     Each one is chosen from 50 draws: of the ten whose choices have occurred least often in the
     earlier layouts, the one with the most parallel sums that have not occurred.
-    more: flags that are added to all layouts.
+    more: flags that are added to all layouts. seed: that of the draws.
     """
-    random, seen, found = Random(SEED), Counter(), []
+    random, seen, found = Random(seed), Counter(), []
     rarity = lambda choices: sum(0.5 ** seen[choice] for choice in choices)
     new_ones = lambda names: sum(name not in seen for name in names)
     while len(found) < count:
