@@ -401,6 +401,7 @@ def test_a_marked_parameter_may_be_split_over_another_group_but_not_over_that_of
     rank = dist.get_rank()
     group, _ = interleaved_group(2, 2)  # ranks 0, 2 and 1, 3
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    dist.barrier()  # no rank may end while another still connects
     layer = nn.LayerNorm(8)  # a module that has a split parameter and a copy
     set_shard(layer, "weight", torch.ones(8), Shard(0, (8,), pairs[rank // 2]))
     marked = parameters_to_sum_over_tp(mark_sum_over_tp(layer))

@@ -137,11 +137,12 @@ def digest(tensor):
 
 
 def memory(tree, world_size, flags):
-    """Return what the rehearsal of rank 0 prints."""
+    """Return what the rehearsal of rank 0 prints, or its error."""
     tool = next((tree / "tests").glob("**/rehearse.py"))
     command = [sys.executable, str(tool), "--gpus", str(world_size), *MODEL.split(), *flags.split()]
-    found = subprocess.run(command, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return found.stdout.decode()
+    found = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    # on a busy machine it also tells its progress, on stderr
+    return found.stdout if found.returncode == 0 else found.stderr
 
 
 # ---- two trees -----------------------------------------------------------------------------------
