@@ -544,7 +544,7 @@ class ShardedRandomState:
         self.on_gpu = torch.device(device).type == "cuda"
 
     def __enter__(self):
-        seed = torch.randint(2**40, ()).item() * self.world_size + self.rank
+        seed = torch.randint(2**40, (), device="cpu").item() * self.world_size + self.rank
         if self.on_gpu:
             self.outside = torch.cuda.get_rng_state()
             torch.cuda.manual_seed(seed)
