@@ -419,7 +419,7 @@ def test_a_marked_parameter_may_be_split_over_another_group_but_not_over_that_of
 @pytest.mark.parametrize("fused", [False, True])
 @on_ranks(4)
 def test_an_overflow_on_one_rank_skips_the_step_on_all_if_they_share_it(fused, is_shared):
-    """Otherwise one rank skips a step, and copies part. The four lines are in the docstring."""
+    """Otherwise one rank skips a step, and copies part. tensor_parallel.py shows the four lines."""
     group, replica = interleaved_group(2, 2)
     torch.manual_seed(shifted(replica))
     layers = ColumnParallelLinear(8, 12, group=group), RowParallelLinear(12, 8, group=group)
