@@ -306,6 +306,115 @@ def gathered_blocks(rank, world_size, length):
         yield AttentionBlock(queries, slice(start, start + size), causal=True)
 
 
+# ---- context parallelism: two methods and their backward -----------------------------------------
+#
+# _attend() merges the attention in a block into `output` and `lse`, a log-sum-exp of scores, and
+# _attend_backward() adds a block's part to the gradients. The next section says how.
+
+
+class _AllGatherAttention(torch.autograd.Function):
+    """forward: all-gather k and v, then attend. backward: reduce-scatter the gradients of k and v.
+
+    If the gather were its own Function, autograd would round gradients to k's dtype before the sum.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        rank, world_size = rank_and_size(group)
+        kv = torch.stack([k, v]).unflatten(3, (2, -1)).movedim(3, 0)  # (2, k/v, B, KV, T/2P, K)
+        gathered = kv.new_empty(world_size, *kv.shape)  # (P, 2, k/v, B, KV, T/2P, K)
+        all_gather_single(gathered, kv.contiguous(), group)
+        gathered = _by_position(gathered, 3)  # (k/v, B, KV, T, K)
+        ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
+        output, lse = _no_keys_yet(q)
+        for block in ctx.blocks:
+            _attend(block, q, *gathered, output, lse)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, gathered, output, lse)
+        ctx.group = group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        q, kv, output, lse = ctx.saved_tensors
+        _, world_size = rank_and_size(ctx.group)
+        grad_q, grad_kv = (_zeros(x, x.shape) for x in (q, kv))
+        for block in ctx.blocks:
+            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
+        grad_kv = _by_rank(grad_kv, world_size, 3)  # (P, 2, k/v, B, KV, T/2P, K)
+        own = grad_kv.new_empty(grad_kv.shape[1:])
+        reduce_scatter_single(own, grad_kv, group=ctx.group)
+        grad_k, grad_v = own.movedim(0, 3).flatten(3, 4).to(kv.dtype)  # (B, KV, T/P, K) each
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attend to the k and v that visit a rank, its own first; in backward its own come last.
+
+    The gradients of k and v travel around the ring one step behind k and v. Each rank adds its part
+    and sends the sum on. The owner of k and v computes its own part while the last sum arrives.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        rank, _ = rank_and_size(group)
+        output, lse = _no_keys_yet(q)
+        for source, kv in _visitors(k, v, group):
+            _attend(ring_block(rank, source, q.shape[2]), q, *kv, output, lse)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.group = group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        q, k, v, output, lse = ctx.saved_tensors
+        rank, _ = rank_and_size(ctx.group)
+        grad_q = _zeros(q, q.shape)
+        received = _zeros(k, (2, *k.shape))  # gradients of k and v, summed over earlier ranks
+        grad_work = None
+        visits = _visitors(k, v, ctx.group)
+        next(visits)  # this rank's own k and v leave, and have their turn at the end
+        for source, kv in chain(visits, [(rank, (k, v))]):
+            block = ring_block(rank, source, q.shape[2])
+            grad_kv = _zeros(k, (2, *k.shape))
+            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
+            if grad_work is not None:
+                grad_work.wait()
+                grad_kv += received
+            if source != rank:
+                grad_work = _send_on(grad_kv, received, ctx.group)
+        grad_k, grad_v = grad_kv.to(k.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def _visitors(k, v, group):
+    """Yield (source, its k and v) as the k and v of all ranks go around the ring, own ones first.
+
+    In P = 4 visits rank r sees those of ranks r, r-1, r-2, r-3. During each visit but the last, k
+    and v travel on. A rank then holds its own k and v, the visiting ones and the arriving ones:
+    6 B T D_kv / P elements.
+    """
+    rank, world_size = rank_and_size(group)
+    visiting = torch.stack([k, v])
+    arriving = torch.empty_like(visiting)
+    for step in range(world_size - 1):
+        work = _send_on(visiting, arriving, group)
+        yield (rank - step) % world_size, visiting
+        work.wait()
+        visiting, arriving = arriving, visiting
+    yield (rank + 1) % world_size, visiting
+
+
+def _send_on(tensor, buffer, group):
+    """Start sending `tensor` to the next rank and receiving the previous rank's into `buffer`."""
+    rank, world_size = rank_and_size(group)
+    sends = [(tensor, (rank + 1) % world_size)]
+    return exchange(sends, [(buffer, (rank - 1) % world_size)], group, async_op=True)
+
+
 # ---- context parallelism: attention, block by block ----------------------------------------------
 #
 # A kernel (below) returns the attention in a block and its lse, the log of the sum of exp(score)
@@ -348,112 +457,6 @@ def _no_keys_yet(q):
 def _zeros(x, shape):
     """Return zeros for a sum, in x's dtype if that is at least fp32, else in fp32."""
     return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-# ---- context parallelism: two methods and their backward -----------------------------------------
-
-
-class _AllGatherAttention(torch.autograd.Function):
-    """forward: all-gather k and v, then attend. backward: reduce-scatter the gradients of k and v.
-
-    If the gather were its own Function, autograd would round gradients to k's dtype before the sum.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, group):
-        rank, world_size = rank_and_size(group)
-        kv = torch.stack([k, v]).unflatten(3, (2, -1)).movedim(3, 0)  # (2, k/v, B, KV, T/2P, K)
-        gathered = kv.new_empty(world_size, *kv.shape)  # (P, 2, k/v, B, KV, T/2P, K)
-        all_gather_single(gathered, kv.contiguous(), group)
-        gathered = _by_position(gathered, 3)  # (k/v, B, KV, T, K)
-        ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
-        output, lse = _no_keys_yet(q)
-        for block in ctx.blocks:
-            _attend(block, q, *gathered, output, lse)
-        output = output.to(q.dtype)
-        ctx.save_for_backward(q, gathered, output, lse)
-        ctx.group = group
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        q, kv, output, lse = ctx.saved_tensors
-        _, world_size = rank_and_size(ctx.group)
-        grad_q, grad_kv = (_zeros(x, x.shape) for x in (q, kv))
-        for block in ctx.blocks:
-            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
-        grad_kv = _by_rank(grad_kv, world_size, 3)  # (P, 2, k/v, B, KV, T/2P, K)
-        own = grad_kv.new_empty(grad_kv.shape[1:])
-        reduce_scatter_single(own, grad_kv, group=ctx.group)
-        grad_k, grad_v = own.movedim(0, 3).flatten(3, 4).to(kv.dtype)  # (B, KV, T/P, K) each
-        return grad_q.to(q.dtype), grad_k, grad_v, None
-
-
-def _visitors(k, v, group):
-    """Yield (source, its k and v) as the k and v of all ranks go around the ring, own ones first.
-
-    In P = 4 visits rank r sees those of ranks r, r-1, r-2, r-3. During each visit but the last, k
-    and v travel on. A rank then holds its own k and v, the visiting ones and the arriving ones:
-    6 B T D_kv / P elements.
-    """
-    rank, world_size = rank_and_size(group)
-    visiting = torch.stack([k, v])
-    arriving = torch.empty_like(visiting)
-    for step in range(world_size - 1):
-        work = _send_on(visiting, arriving, group)
-        yield (rank - step) % world_size, visiting
-        work.wait()
-        visiting, arriving = arriving, visiting
-    yield (rank + 1) % world_size, visiting
-
-
-def _send_on(tensor, buffer, group):
-    """Start sending `tensor` to the next rank and receiving the previous rank's into `buffer`."""
-    rank, world_size = rank_and_size(group)
-    sends = [(tensor, (rank + 1) % world_size)]
-    return exchange(sends, [(buffer, (rank - 1) % world_size)], group, async_op=True)
-
-
-class _RingAttention(torch.autograd.Function):
-    """forward: attend in each visit. backward: compute gradients in each, this rank's k and v last.
-
-    The gradients of k and v travel around the ring one step behind k and v. Each rank adds its part
-    and sends the sum on. The owner of k and v computes its own part while the last sum arrives.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, group):
-        rank, _ = rank_and_size(group)
-        output, lse = _no_keys_yet(q)
-        for source, kv in _visitors(k, v, group):
-            _attend(ring_block(rank, source, q.shape[2]), q, *kv, output, lse)
-        output = output.to(q.dtype)
-        ctx.save_for_backward(q, k, v, output, lse)
-        ctx.group = group
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        q, k, v, output, lse = ctx.saved_tensors
-        rank, _ = rank_and_size(ctx.group)
-        grad_q = _zeros(q, q.shape)
-        received = _zeros(k, (2, *k.shape))  # gradients of k and v, summed over earlier ranks
-        grad_work = None
-        visits = _visitors(k, v, ctx.group)
-        next(visits)  # this rank's own k and v leave, and have their turn at the end
-        for source, kv in chain(visits, [(rank, (k, v))]):
-            block = ring_block(rank, source, q.shape[2])
-            grad_kv = _zeros(k, (2, *k.shape))
-            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
-            if grad_work is not None:
-                grad_work.wait()
-                grad_kv += received
-            if source != rank:
-                grad_work = _send_on(grad_kv, received, ctx.group)
-        grad_k, grad_v = grad_kv.to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
 # ---- kernels -------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ F.linear() takes a matrix transposed, which is written A' here. So columns of A 
 its weight A', and rows of C are columns (dim 1) of C'.
 
 dX, the gradient of the loss with respect to X, is the sum over r of dU_r A_r'. Rank r computes one
-term, and in backward f adds them. Later layers also begin with an f and end with a g, and outside
-of these all ranks compute the same, also the loss, on which each calls backward(). In backward each
-f makes the gradient whole again. So dZ reaches g whole and equal on all ranks. A sum there would
-count it P times.
+term, and in backward f adds them. Every MLP and attention begins with an f and ends with a g. After
+g all ranks compute the same, up to the loss, and each calls backward() on its own copy of it. The
+next f has made the gradient whole, so dZ reaches g whole and equal on all ranks, and a sum there
+would count it P times.
 
 No other rank has A_r and C_r, and after backward rank r has their whole gradients. So these are not
 summed over ranks, and each rank's optimizer updates its own part. All ranks have copies of a
@@ -183,10 +183,10 @@ def split_cross_entropy(logits, target, group=None):
 #
 # The functions above are tensor parallelism. Training needs four more things, in this order:
 #
-#     linear layers              send while they compute, and serve sequence parallelism, too
-#     parameters and modules     hold this rank's part of each parameter, and where it lies
-#     a loss                     takes less memory than split_cross_entropy()
-#     copies                     whose gradients are only parts are summed, and checked
+#     linear layers that send while they compute, and that serve sequence parallelism, too
+#     modules that hold this rank's part of each parameter, and know where it lies in the whole
+#     a loss that takes less memory
+#     a sum for copies of a parameter whose gradients are only parts
 #
 # Two sections then add what large chunks and pipelines ask of the linear layers.
 
@@ -219,7 +219,7 @@ def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=F
         need it: see "where a weight's gradient goes".
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
-    x = autocasted(x)  # cast before x is saved and sent
+    x = autocasted(x)  # before x is saved and sent
     return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
 
 
@@ -675,9 +675,9 @@ class _CrossEntropy(torch.autograd.Function):
 #         check_gradients_over_tp(model, group)  # whether anything was left out
 #     optimizer.step()
 #
-# Copies also part if a gradient in fp16 overflows on one rank, and only that rank skips the step.
-# With zero.py's wrapper all ranks skip it. torch.amp.GradScaler decides on each rank by itself, so
-# let ranks share what they find, before scaler.unscale_() or scaler.step():
+# With fp16, all ranks must skip the step if a gradient overflows on one of them, or copies differ
+# from then on. With zero.py's wrapper they do. Without, torch.amp.GradScaler decides on each rank
+# by itself, so let ranks share what they find, before scaler.unscale_() or scaler.step():
 #
 #     gradients = [p.grad for p in model.parameters() if p.grad is not None]
 #     norm = torch.nn.utils.get_total_norm(gradients)
@@ -908,11 +908,11 @@ def _product(weight, dy, x, defer):
         return a @ b
     if weight.grad is not None:
         _multiply_into(weight.grad, a, b, beta=1)
-        return None
-    if not hasattr(weight, "grad_view"):
+    elif hasattr(weight, "grad_view"):
+        weight.grad = weight.grad_view()
+        _multiply_into(weight.grad, a, b, beta=0)
+    else:
         return a @ b
-    weight.grad = weight.grad_view()
-    _multiply_into(weight.grad, a, b, beta=0)
     return None
 
 
