@@ -15,16 +15,14 @@ on a ring, or each rank gets the whole sequence for 1/P of the heads (Ulysses).
 A rank holds   1/t of a layer's activations with sequence parallelism, and 1/P of them with context
                parallelism, except that all-gather attention keeps the k and v of all tokens
 It sends       10 B T D (t-1)/t elements per layer with sequence parallelism, for B sequences of T
-               tokens of width D. Tensor parallelism alone sends 8; the other 2 are inputs that
-               backward gathers again. Each training step also sums gradients of norms and
-               row-parallel biases over t ranks, and all gradients over P ranks. For the costs of
-               attention, see "what a model calls"
+               tokens of width D: 8 as with tensor parallelism alone, and 2 since backward gathers
+               the inputs of attention and of the MLP again. Each step also sums gradients: of norms
+               and row-parallel biases over t ranks, of all parameters over P ranks. For the costs
+               of context parallelism, see "what a model calls"
 Overlap        only the ring computes while it sends, except for the first message of backward. For
                linear layers, see tensor_parallel.py
 PyTorch's      SequenceParallel runs norms and dropouts on DTensors, and context_parallel() patches
                scaled_dot_product_attention(). Here the model calls one of three functions instead
-
-The last part is about recomputation and what layers keep for backward, with or without a group.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
@@ -36,7 +34,7 @@ for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023. Mila
 
 import math
 from functools import partial
-from itertools import islice
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -60,8 +58,7 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
     norm: a module. The gradients of its parameters cover this rank's tokens only, and must still be
         summed over the group.
     Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep only
-    norm(x), and gather it again in backward. The MLP and attention do so once each: these are the
-    other 2 of the 10 at the top.
+    norm(x), and gather it again in backward.
     Types (see "derivatives" in collectives.py): x, up, down: V; parameters of norm: R; result: V.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
@@ -145,10 +142,10 @@ def simple_ulysses_attention(q, k, v, group=None):
 
 # ==== upper floor =================================================================================
 #
-# Both techniques are above. The layers of sequence parallelism are in tensor_parallel.py. The three
-# methods of context parallelism below give all ranks equal work, merge parts of attention without
-# overflow, and have a backward. The ring's messages travel while it computes. A last part, with a
-# banner of its own, is about what any layer keeps for backward.
+# The layers of sequence parallelism are in tensor_parallel.py. The three methods of context
+# parallelism below give all ranks equal work, merge parts of attention without overflow, and have a
+# backward. The ring's messages travel while it computes. A last part, with a banner of its own, is
+# about what any layer keeps for backward.
 
 # ---- context parallelism: what a model calls -----------------------------------------------------
 #
@@ -264,162 +261,10 @@ def _by_rank(whole, world_size, dim):
     return torch.stack([chunk for pair in pairs for chunk in pair]).unflatten(0, (world_size, 2))
 
 
-# ---- context parallelism: two methods and their backward -----------------------------------------
+# ---- context parallelism: the blocks under the mask ----------------------------------------------
 #
 # What a rank's queries see is cut into blocks of queries and keys, in which the mask hides either
-# nothing or the keys after each query. _attend() merges the attention in one block into the output,
-# for which it needs lse, a log-sum-exp of scores, and _attend_backward() adds a block's part to the
-# gradients. Both are explained below, and then the blocks.
-
-
-class _AllGatherAttention(torch.autograd.Function):
-    """forward: all-gather k and v, then attend. backward: reduce-scatter the gradients of k and v.
-
-    If the gather were its own Function, autograd would round gradients to k's dtype before the sum.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, group):
-        rank, world_size = rank_and_size(group)
-        kv = torch.stack([k, v]).unflatten(3, (2, -1)).movedim(3, 0)  # (2, k/v, B, KV, T/2P, K)
-        gathered = kv.new_empty(world_size, *kv.shape)  # (P, 2, k/v, B, KV, T/2P, K)
-        all_gather_single(gathered, kv.contiguous(), group)
-        gathered = _by_position(gathered, 3)  # (k/v, B, KV, T, K)
-        ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
-        output, lse = _no_keys_yet(q)
-        for block in ctx.blocks:
-            _attend(block, q, *gathered, output, lse)
-        output = output.to(q.dtype)
-        ctx.save_for_backward(q, gathered, output, lse)
-        ctx.group = group
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        q, kv, output, lse = ctx.saved_tensors
-        _, world_size = rank_and_size(ctx.group)
-        grad_q, grad_kv = (_zeros(x, x.shape) for x in (q, kv))
-        for block in ctx.blocks:
-            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
-        grad_kv = _by_rank(grad_kv, world_size, 3)  # (P, 2, k/v, B, KV, T/2P, K)
-        own = grad_kv.new_empty(grad_kv.shape[1:])
-        reduce_scatter_single(own, grad_kv, group=ctx.group)
-        grad_k, grad_v = own.movedim(0, 3).flatten(3, 4).to(kv.dtype)  # (B, KV, T/P, K) each
-        return grad_q.to(q.dtype), grad_k, grad_v, None
-
-
-def _visitors(k, v, group):
-    """Yield (source, its k and v) in P + 1 visits, as the k and v of all ranks go around the ring.
-
-        visit    0     1     2     3     4      P = 4: the source whose k and v visit rank r
-        source   r    r-1   r-2   r-3    r
-
-    During visits 0 to P-2, k and v travel to the next rank. A rank then holds its own k and v, the
-    visiting ones and the arriving ones: 6 B T D_kv / P elements. Only backward needs visit P.
-    """
-    rank, world_size = rank_and_size(group)
-    visiting = torch.stack([k, v])
-    arriving = torch.empty_like(visiting)
-    for step in range(world_size - 1):
-        work = _send_on(visiting, arriving, group)
-        yield (rank - step) % world_size, visiting
-        work.wait()
-        visiting, arriving = arriving, visiting
-    yield (rank + 1) % world_size, visiting
-    yield rank, (k, v)
-
-
-def _send_on(tensor, buffer, group):
-    """Start sending `tensor` to the next rank and receiving the previous rank's into `buffer`."""
-    rank, world_size = rank_and_size(group)
-    sends = [(tensor, (rank + 1) % world_size)]
-    return exchange(sends, [(buffer, (rank - 1) % world_size)], group, async_op=True)
-
-
-class _RingAttention(torch.autograd.Function):
-    """forward: attend in visits 0 to P-1. backward: compute gradients in visits 1 to P.
-
-    The gradients of k and v travel around the ring one step behind k and v. Each rank adds its part
-    and sends the sum on. The owner of k and v computes its own part while the last sum arrives.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, group):
-        rank, world_size = rank_and_size(group)
-        output, lse = _no_keys_yet(q)
-        for source, kv in islice(_visitors(k, v, group), world_size):
-            _attend(ring_block(rank, source, q.shape[2]), q, *kv, output, lse)
-        output = output.to(q.dtype)
-        ctx.save_for_backward(q, k, v, output, lse)
-        ctx.group = group
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        q, k, v, output, lse = ctx.saved_tensors
-        rank, _ = rank_and_size(ctx.group)
-        grad_q = _zeros(q, q.shape)
-        received = _zeros(k, (2, *k.shape))  # gradients of k and v, summed over earlier ranks
-        grad_work = None
-        for source, kv in islice(_visitors(k, v, ctx.group), 1, None):
-            block = ring_block(rank, source, q.shape[2])
-            grad_kv = _zeros(k, (2, *k.shape))
-            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
-            if grad_work is not None:
-                grad_work.wait()
-                grad_kv += received
-            if source != rank:
-                grad_work = _send_on(grad_kv, received, ctx.group)
-        grad_k, grad_v = grad_kv.to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
-
-
-# ---- context parallelism: attention, block by block ----------------------------------------------
-#
-# lse is the log of the sum of exp(score) over the keys that a query has seen. The kernels (below)
-# return it. With lse, the outputs over two sets of keys can be merged, and no exp() overflows:
-#
-#     lse    = log(exp(lse_1) + exp(lse_2))      by torch.logaddexp(); lse >= lse_1, lse_2
-#     output = exp(lse_1 - lse) output_1 + exp(lse_2 - lse) output_2
-
-
-def _attend(block, q, k, v, output, lse):
-    """Merge the attention in a block into output (B, H, T/P, K) and lse (B, H, T/P), in place."""
-    queries, keys, causal = block
-    part, part_lse = block_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
-    output = output[:, :, queries]
-    lse = lse[:, :, queries]
-    merged = torch.logaddexp(lse, part_lse)
-    output.mul_((lse - merged).exp_().unsqueeze(-1))
-    output.add_(part * (part_lse - merged).exp_().unsqueeze(-1))
-    lse.copy_(merged)
-
-
-def _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, grad_k, grad_v):
-    """Add a block's gradients to grad_q, grad_k and grad_v. output and lse cover all keys."""
-    # exp(score - lse) is the softmax over all keys, so a block's gradients need no other block.
-    queries, keys, causal = block
-    grad_output, q, output, lse = (x[:, :, queries] for x in (grad_output, q, output, lse))
-    k, v = k[:, :, keys], v[:, :, keys]
-    dq, dk, dv = block_attention_backward(grad_output, q, k, v, output, lse, causal)
-    grad_q[:, :, queries] += dq
-    grad_k[:, :, keys] += dk
-    grad_v[:, :, keys] += dv
-
-
-def _no_keys_yet(q):
-    """Return the output and lse of queries that have not seen any key."""
-    return _zeros(q, q.shape), _zeros(q, q.shape[:3]).fill_(-math.inf)
-
-
-def _zeros(x, shape):
-    """Return zeros for a sum, in x's dtype if that is at least fp32, else in fp32."""
-    return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-# ---- context parallelism: the blocks under the mask ----------------------------------------------
+# nothing or the keys after each query.
 
 
 class AttentionBlock(NamedTuple):
@@ -459,6 +304,159 @@ def gathered_blocks(rank, world_size, length):
         if chunk > 0:
             yield AttentionBlock(queries, slice(0, start), causal=False)
         yield AttentionBlock(queries, slice(start, start + size), causal=True)
+
+
+# ---- context parallelism: two methods and their backward -----------------------------------------
+#
+# _attend() merges the attention in a block into `output` and `lse`, a log-sum-exp of scores, and
+# _attend_backward() adds a block's part to the gradients. The next section says how.
+
+
+class _AllGatherAttention(torch.autograd.Function):
+    """forward: all-gather k and v, then attend. backward: reduce-scatter the gradients of k and v.
+
+    If the gather were its own Function, autograd would round gradients to k's dtype before the sum.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        rank, world_size = rank_and_size(group)
+        kv = torch.stack([k, v]).unflatten(3, (2, -1)).movedim(3, 0)  # (2, k/v, B, KV, T/2P, K)
+        gathered = kv.new_empty(world_size, *kv.shape)  # (P, 2, k/v, B, KV, T/2P, K)
+        all_gather_single(gathered, kv.contiguous(), group)
+        gathered = _by_position(gathered, 3)  # (k/v, B, KV, T, K)
+        ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
+        output, lse = _no_keys_yet(q)
+        for block in ctx.blocks:
+            _attend(block, q, *gathered, output, lse)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, gathered, output, lse)
+        ctx.group = group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        q, kv, output, lse = ctx.saved_tensors
+        _, world_size = rank_and_size(ctx.group)
+        grad_q, grad_kv = (_zeros(x, x.shape) for x in (q, kv))
+        for block in ctx.blocks:
+            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
+        grad_kv = _by_rank(grad_kv, world_size, 3)  # (P, 2, k/v, B, KV, T/2P, K)
+        own = grad_kv.new_empty(grad_kv.shape[1:])
+        reduce_scatter_single(own, grad_kv, group=ctx.group)
+        grad_k, grad_v = own.movedim(0, 3).flatten(3, 4).to(kv.dtype)  # (B, KV, T/P, K) each
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attend to the k and v that visit a rank, its own first; in backward its own come last.
+
+    The gradients of k and v travel around the ring one step behind k and v. Each rank adds its part
+    and sends the sum on. The owner of k and v computes its own part while the last sum arrives.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        rank, _ = rank_and_size(group)
+        output, lse = _no_keys_yet(q)
+        for source, kv in _visitors(k, v, group):
+            _attend(ring_block(rank, source, q.shape[2]), q, *kv, output, lse)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.group = group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        q, k, v, output, lse = ctx.saved_tensors
+        rank, _ = rank_and_size(ctx.group)
+        grad_q = _zeros(q, q.shape)
+        received = _zeros(k, (2, *k.shape))  # gradients of k and v, summed over earlier ranks
+        grad_work = None
+        visits = _visitors(k, v, ctx.group)
+        next(visits)  # this rank's own k and v leave, and have their turn at the end
+        for source, kv in chain(visits, [(rank, (k, v))]):
+            block = ring_block(rank, source, q.shape[2])
+            grad_kv = _zeros(k, (2, *k.shape))
+            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
+            if grad_work is not None:
+                grad_work.wait()
+                grad_kv += received
+            if source != rank:
+                grad_work = _send_on(grad_kv, received, ctx.group)
+        grad_k, grad_v = grad_kv.to(k.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def _visitors(k, v, group):
+    """Yield (source, its k and v) as the k and v of all ranks go around the ring, own ones first.
+
+    In P = 4 visits rank r sees those of ranks r, r-1, r-2, r-3. During each visit but the last, k
+    and v travel on. A rank then holds its own k and v, the visiting ones and the arriving ones:
+    6 B T D_kv / P elements.
+    """
+    rank, world_size = rank_and_size(group)
+    visiting = torch.stack([k, v])
+    arriving = torch.empty_like(visiting)
+    for step in range(world_size - 1):
+        work = _send_on(visiting, arriving, group)
+        yield (rank - step) % world_size, visiting
+        work.wait()
+        visiting, arriving = arriving, visiting
+    yield (rank + 1) % world_size, visiting
+
+
+def _send_on(tensor, buffer, group):
+    """Start sending `tensor` to the next rank and receiving the previous rank's into `buffer`."""
+    rank, world_size = rank_and_size(group)
+    sends = [(tensor, (rank + 1) % world_size)]
+    return exchange(sends, [(buffer, (rank - 1) % world_size)], group, async_op=True)
+
+
+# ---- context parallelism: attention, block by block ----------------------------------------------
+#
+# A kernel (below) returns the attention in a block and its lse, the log of the sum of exp(score)
+# over the block's keys. With lse, outputs over two sets of keys can be merged, and no exp()
+# overflows:
+#
+#     lse    = log(exp(lse_1) + exp(lse_2))      by torch.logaddexp(); lse >= lse_1, lse_2
+#     output = exp(lse_1 - lse) output_1 + exp(lse_2 - lse) output_2
+
+
+def _attend(block, q, k, v, output, lse):
+    """Merge the attention in a block into output (B, H, T/P, K) and lse (B, H, T/P), in place."""
+    queries, keys, causal = block
+    part, part_lse = block_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
+    output = output[:, :, queries]
+    lse = lse[:, :, queries]
+    merged = torch.logaddexp(lse, part_lse)
+    output.mul_((lse - merged).exp_().unsqueeze(-1))
+    output.add_(part * (part_lse - merged).exp_().unsqueeze(-1))
+    lse.copy_(merged)
+
+
+def _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, grad_k, grad_v):
+    """Add a block's gradients to grad_q, grad_k and grad_v. output and lse cover all keys."""
+    # exp(score - lse) is the softmax over all keys, so a block's gradients need no other block.
+    queries, keys, causal = block
+    grad_output, q, output, lse = (x[:, :, queries] for x in (grad_output, q, output, lse))
+    k, v = k[:, :, keys], v[:, :, keys]
+    dq, dk, dv = block_attention_backward(grad_output, q, k, v, output, lse, causal)
+    grad_q[:, :, queries] += dq
+    grad_k[:, :, keys] += dk
+    grad_v[:, :, keys] += dv
+
+
+def _no_keys_yet(q):
+    """Return the output and lse of queries that have not seen any key."""
+    return _zeros(q, q.shape), _zeros(q, q.shape[:3]).fill_(-math.inf)
+
+
+def _zeros(x, shape):
+    """Return zeros for a sum, in x's dtype if that is at least fp32, else in fp32."""
+    return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -534,7 +532,7 @@ def context_parallel_bytes(
 # ---- recomputation -------------------------------------------------------------------------------
 #
 # Full recomputation keeps only a layer's input, and runs the layer again in backward. Selective
-# recomputation does this for the core of attention only, whose T x T scores take most of the memory
+# recomputation runs only the core of attention again, whose T x T scores take most of the memory
 # and little of the time. Fused attention keeps no scores in the first place.
 #
 # Full recomputation can also treat n layers as one. Forward then keeps only every n-th layer's
@@ -546,23 +544,20 @@ def context_parallel_bytes(
 #                forward of 0 1 2 again, backward of 2 1 0
 #
 # If a layer's input takes c bytes, and all that a layer keeps takes a bytes, L layers need at most
-# c L/n + a n. This is least, 2 sqrt(L c a), with n = sqrt(L c/a). If a = c, that is the well-known
-# n = sqrt(L), but a transformer's layer keeps a = 17 c (without tp, with fused attention), so that
-# n = 1 is best up to 34 layers. A pipeline stage keeps the inputs of m microbatches in flight, but
-# recomputes one at a time: it needs m c L/n + a n bytes, which is least with n = sqrt(m L c/a).
-#
-# If a schedule defers weight products (I and W in pipeline.py), what they need is kept until W.
-# All n layers are recomputed in I, each once, so dropout masks are the same, and experts count
-# their tokens once. ZeRO-3 gathers the n layers in turn: see zero_rounds() in zero.py.
+# c L/n + a n, which is least with n = sqrt(L c/a). If a = c, that is the well-known n = sqrt(L). A
+# transformer's layer keeps a = 17 c (without tp, with fused attention), and n = 1 is best up to 34
+# layers. A pipeline stage keeps the inputs of m microbatches in flight, but recomputes one at a
+# time. It needs m c L/n + a n, which is least with n = sqrt(m L c/a). If it defers weight products
+# (I and W in pipeline.py), it recomputes in I, and keeps what they need until W.
 
 
 def recompute(function, *inputs):
     """Return function(*inputs), keep only the inputs, and run the function again in backward.
 
-    This is PyTorch's reentrant checkpoint() for a function of tensors that returns one tensor, but
-    the second run's output, which backward does not need, is freed at once. Raises ValueError if
-    gradients are enabled and no input requires one; autograd.grad() and backward(inputs=...) raise
-    RuntimeError. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    The inputs and the result are tensors. This is PyTorch's reentrant checkpoint(), but the second
+    run's output, which backward does not need, is freed at once. Raises ValueError if gradients are
+    enabled and no input requires one; autograd.grad() and backward(inputs=...) raise RuntimeError.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -580,7 +575,7 @@ def recompute_groups(layers, size, x):
     """Return x after all layers, of which backward recomputes `size` (n, above) at a time as one.
 
     Only the input of each group of n layers is kept. If n does not divide the number of layers, the
-    last group is shorter; backward recomputes it first, while all inputs are still there.
+    last group is shorter, since backward recomputes it first, while all inputs are kept.
     """
     for begin in range(0, len(layers), size):
         x = recompute(partial(run_layers, layers[begin : begin + size]), x)
@@ -654,9 +649,8 @@ def activation_bytes(
 def recomputation_bytes(layers, size, layer_input, whole_layer, microbatches=1):
     """Return the most bytes of activations of a stage that recomputes `size` layers as one.
 
-    This is m c L/n + a n - c, in the letters above. The last term is there because a group's input
-    is one of the tensors that its first layer keeps. GPipe (Huang et al., 2019) recomputes a whole
-    stage, n = L, and keeps the inputs of all microbatches: m c + a L - c.
+    This is m c L/n + a n - c, in the letters above: a group's input, which is one of the tensors
+    that its first layer keeps, is counted once. GPipe (Huang et al., 2019) has n = L.
 
     layers, size: L, the stage's layers, and n. If n does not divide L, the last group is shorter.
     layer_input, whole_layer: c and a, which are activation_bytes() of full and of no recomputation.

@@ -8,9 +8,8 @@ would have a term of X A, and the terms would have to be added before GeLU, sinc
 GeLU(u) + GeLU(v). Attention treats each head by itself, so the matrices that make q, k and v are
 split by columns, whole heads to each rank, and the output projection by rows.
 
-F.linear() takes a matrix transposed, which is written A' here. So columns of A are rows (dim 0) of
-its weight A', and rows of C are columns (dim 1) of C'. With P = 2, A = [A_0 A_1], side by side, and
-C = [C_0; C_1], one above the other:
+With P = 2, A = [A_0 A_1], side by side, and C = [C_0; C_1], one above the other. An all-reduce
+gives every rank the sum of all ranks' tensors:
 
     X  --f-->  X  --A_r-->  U_r  --GeLU-->  Y_r  --C_r-->  Z_r  --g-->  Z = Z_0 + Z_1
                column-parallel                row-parallel
@@ -18,11 +17,14 @@ C = [C_0; C_1], one above the other:
     f = copy_to_group()       forward: identity     backward: all-reduce   dX has a term per rank
     g = reduce_from_group()   forward: all-reduce   backward: identity     Z has a term per rank
 
-An all-reduce gives every rank the sum of all ranks' tensors. dX, the gradient of the loss with
-respect to X, is the sum over r of dU_r A_r'. Rank r computes one term, and in backward f adds
-them. Later layers also begin with an f and end with a g, and outside of these all ranks compute the
-same. Each calls backward() on its own copy of the loss, and in backward each f makes the gradient
-whole again. So dZ reaches g whole and equal on all ranks. A sum there would count it P times.
+F.linear() takes a matrix transposed, which is written A' here. So columns of A are rows (dim 0) of
+its weight A', and rows of C are columns (dim 1) of C'.
+
+dX, the gradient of the loss with respect to X, is the sum over r of dU_r A_r'. Rank r computes one
+term, and in backward f adds them. Every MLP and attention begins with an f and ends with a g. After
+g all ranks compute the same, up to the loss, and each calls backward() on its own copy of it. The
+next f has made the gradient whole, so dZ reaches g whole and equal on all ranks, and a sum there
+would count it P times.
 
 No other rank has A_r and C_r, and after backward rank r has their whole gradients. So these are not
 summed over ranks, and each rank's optimizer updates its own part. All ranks have copies of a
@@ -30,9 +32,7 @@ parameter that is not split. Their gradients are equal, so copies that begin equ
 Dropout outside of f and g must draw the same random numbers on all ranks.
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence. Then f is an
-all-gather, whose backward is a reduce-scatter, and g is the reverse, and the gradients of norms and
-other copies must be summed once per step. AlexNet (2012), in the appendix, splits the filters of
-convolutions over two ranks, and they communicate at some layers only.
+all-gather, whose backward is a reduce-scatter, and g is the reverse.
 
 A rank holds   1/P of each split matrix, its gradient, its optimizer states, the activations between
                f and g (U, Y, q, k, v) and the logits; all of each other parameter (norms,
@@ -40,21 +40,10 @@ A rank holds   1/P of each split matrix, its gradient, its optimizer states, the
 It sends       8 B T D (P-1)/P elements per transformer layer in forward and backward, in 4
                all-reduces (2 of f, 2 of g), for B sequences of T tokens of width D. The embedding
                and the product that gives the logits add an all-reduce each, and the loss reduces
-               3 B T numbers. Sequence parallelism raises the 8 to 10, as backward gathers X again,
-               and adds an all-reduce per step for the gradients of copies
+               3 B T numbers. For sequence parallelism, see its file
 Overlap        on the upper floor, backward computes dW while dX is summed. With sequence
                parallelism a large forward product, or dX of a row-parallel layer, runs chunk by
                chunk while other chunks travel
-With fp16      a gradient that overflows on one rank must skip the step on all of them, or copies
-               part. With zero.py's wrapper it does. Without, torch.amp.GradScaler decides on each
-               rank by itself, so let ranks share what they find, after backward() and before
-               scaler.unscale_() or scaler.step():
-
-                   gradients = [p.grad for p in model.parameters() if p.grad is not None]
-                   norm = torch.nn.utils.get_total_norm(gradients)
-                   all_reduce(norm, group=tp_group)
-                   gradients[0].add_(0 * norm)  # NaN if a rank's norm is infinite or NaN
-
 PyTorch's      DTensor and parallelize_module() split the same matrices. Each operation derives what
                to send from the placements of its DTensors. Here a parameter is a plain tensor
 
@@ -103,9 +92,7 @@ def column_linear(x, weight, bias=None, group=None):
     """Return f(X) A_r + b_r, this rank's columns of X A + b. X is the same on every rank.
 
     Types of x, weight and bias -> the result: I, V, V -> V. An I is equal on all ranks, and so is
-    its gradient. A V is a tensor of this rank's own. The caller's x is an I, and copy_to_group()
-    makes it an R: still equal on all ranks, but each multiplies it by columns of its own, and so
-    computes only a part of its gradient. See "derivatives" in collectives.py.
+    its gradient. A V is a tensor of this rank's own. See "derivatives" in collectives.py.
     """
     return F.linear(copy_to_group(x, group), weight, bias)
 
@@ -194,12 +181,14 @@ def split_cross_entropy(logits, target, group=None):
 
 # ==== upper floor =================================================================================
 #
-# These functions are tensor parallelism: a column split, then a row split, with one sum forward and
-# one backward, and a vocabulary of which each rank has a part. Training needs four more things:
-# linear layers whose messages travel while products are computed, and which also serve sequence
-# parallelism; modules that hold this rank's part of each parameter and know where it lies in the
-# whole; a loss that takes less memory; and a sum for copies whose gradients are only parts. These
-# follow in this order, and then what large chunks and pipelines add to the linear layers.
+# The functions above are tensor parallelism. Training needs four more things, in this order:
+#
+#     linear layers that send while they compute, and that serve sequence parallelism, too
+#     modules that hold this rank's part of each parameter, and know where it lies in the whole
+#     a loss that takes less memory
+#     a sum for copies of a parameter whose gradients are only parts
+#
+# Two sections then add what large chunks and pipelines ask of the linear layers.
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
@@ -219,8 +208,7 @@ def split_cross_entropy(logits, target, group=None):
 # computes dY W. It computes dW while dX is summed. Without sequence parallelism, nothing is
 # gathered, and sums are all-reduces.
 #
-# begin_gather(), begin_sum() and begin_weight_gradient() each return a function, which waits for
-# the result and returns it.
+# A function begin_...() returns a function that waits for the result and returns it.
 
 
 def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
@@ -231,7 +219,7 @@ def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=F
         need it: see "where a weight's gradient goes".
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
-    x = autocasted(x)  # cast before x is saved and sent
+    x = autocasted(x)  # before x is saved and sent
     return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
 
 
@@ -255,7 +243,8 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, group, split, defer):
-        # Backward needs the parameter itself, but checkpoint() detaches what is saved.
+        # A saved tensor is checked for changes in place, but under checkpoint() it is a detached
+        # copy, and where dW goes depends on the parameter itself.
         ctx.arguments = weight, group, split, defer
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         _, y = gather_and_multiply(x, weight, bias, split, group)
@@ -393,7 +382,8 @@ class Shard:
 def set_shard(module, name, full, shard):
     """Set parameter `name` to this rank's part of `full`, which must be the same on all ranks.
 
-    The modules below draw `full` from PyTorch's generator, so seed it alike on all ranks.
+    The modules below draw one `full` after another from PyTorch's generator, so seed it alike on
+    all ranks, and one whole matrix must fit in memory.
     """
     setattr(module, name, nn.Parameter(shard.cut(full.detach())))
     shards = getattr(module, "shards", {}) | {name: shard}
@@ -410,11 +400,10 @@ def shards_of(model):
 
 
 class Shards(dict):
-    """{name: Shard} of a module, which also gives its split parameters the attribute `split_over`.
+    """{name: Shard} of a module. Sets the attribute `split_over`, a group, of its split parameters.
 
-    This is their group. An optimizer sees parameters without their module, and asks them for it.
-    Parameters lose their attributes in a deep copy of the module. The dict is copied after them,
-    and then sets the attribute again.
+    An optimizer, which sees parameters without their module, finds the group there. A deep copy of
+    a parameter has no such attribute, so a deep copy of this dict sets it again.
 
     parameters: the dict in which the module keeps its parameters.
     """
@@ -536,7 +525,8 @@ class ShardedRandomState:
 
     Global generators must be seeded alike on all ranks, so that a tensor that all ranks hold gets
     the same dropout mask. Heads or tokens that differ between ranks need different masks, so `with`
-    derives a seed from the rank and a number from the CPU generator, which checkpoint() restores.
+    makes a seed of the rank and a number from the CPU generator. checkpoint() restores that
+    generator, so recomputation draws the same masks.
     """
 
     def __init__(self, device, group=None):
@@ -544,7 +534,7 @@ class ShardedRandomState:
         self.on_gpu = torch.device(device).type == "cuda"
 
     def __enter__(self):
-        seed = torch.randint(2**40, ()).item() * self.world_size + self.rank
+        seed = torch.randint(2**40, (), device="cpu").item() * self.world_size + self.rank
         if self.on_gpu:
             self.outside = torch.cuda.get_rng_state()
             torch.cuda.manual_seed(seed)
@@ -566,10 +556,8 @@ class VocabParallelEmbedding(nn.Module):
     """An embedding of which each rank holds the rows of its part of the vocabulary.
 
     tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel, where P must divide T.
-    A rank looks up the tokens of its part, takes zeros for all others, and the results are summed.
     P need not divide num_embeddings. A token outside the vocabulary gives NaN, since an error would
     make the host wait for the device. Types: the weight V -> I, with sequence_parallel V -> V.
-
     Raises ValueError if there are fewer rows than ranks.
     """
 
@@ -615,14 +603,12 @@ def vocab_parallel_cross_entropy(
     by the number of targets that count on all ranks of dp: DistributedDataParallel (ddp.py) shows
     how. 3 N numbers are reduced over the group.
 
-    Forward computes the logits' gradient, and keeps it for backward, in their dtype. In 16 bits it
-    also needs as many fp32 numbers as there are logits, for a time. For fp16 logits these stay
-    until backward, and nothing is overwritten: a loss scale multiplies the gradient in backward
-    only, and before that most of it may be too small for fp16. A backward with retain_graph=True
-    copies the gradient.
+    Forward computes the logits' gradient, in fp32 at least, and keeps it for backward in their
+    dtype. For fp16 logits it stays in fp32, and inplace has no effect, since most of it may be too
+    small for fp16 before backward multiplies it by the loss scale. A backward with
+    retain_graph=True copies the gradient.
 
-    Raises ValueError unless there are as many logits as this rank's part has columns, as there are
-    not if they have been gathered.
+    Raises ValueError unless logits has as many columns as this rank's part, say if it was gathered.
     """
     (start, width), *_ = Shard(0, (vocab_size,), group).runs()
     if logits.shape[-1] != width:
@@ -676,11 +662,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 # ---- copies whose gradients are parts ------------------------------------------------------------
 #
-# The idea needs no sum over the group for a parameter that is copied, since outside of f and g all
-# ranks compute the same, and so have the same gradient. There are two exceptions. A parameter that
-# is used between f and g, such as a norm of q, sees this rank's heads only. With sequence
-# parallelism, one that is used outside of them sees this rank's tokens only. Then each rank has a
-# part of its gradient, and the parts must be summed once per step:
+# On the ground floor all ranks compute the same outside of f and g, so copies of a parameter have
+# the same gradient. There are two exceptions. A parameter that is used between f and g, such as a
+# norm of q, sees this rank's heads only. With sequence parallelism, one that is used outside of
+# them sees this rank's tokens only. Then each rank has a part of its gradient, and the parts must
+# be summed once per step:
 #
 #     mark_sum_over_tp(model.norm)  # once
 #     loss.backward()
@@ -688,6 +674,15 @@ class _CrossEntropy(torch.autograd.Function):
 #     if step == 0:
 #         check_gradients_over_tp(model, group)  # whether anything was left out
 #     optimizer.step()
+#
+# With fp16, all ranks must skip the step if a gradient overflows on one of them, or copies differ
+# from then on. With zero.py's wrapper they do. Without, torch.amp.GradScaler decides on each rank
+# by itself, so let ranks share what they find, before scaler.unscale_() or scaler.step():
+#
+#     gradients = [p.grad for p in model.parameters() if p.grad is not None]
+#     norm = torch.nn.utils.get_total_norm(gradients)
+#     all_reduce(norm, group=group)
+#     gradients[0].add_(0 * norm)  # NaN if a rank's norm is infinite or NaN
 
 
 def mark_sum_over_tp(module):
@@ -703,11 +698,11 @@ def mark_sum_over_tp(module):
         router, shared experts of MoE without           do not mark    mark: a rank has T/P tokens
         bias of RowParallelLinear                       do not mark    marked by its class
 
-    A parameter with elements for each head or column is not copied but split: use set_shard(). If
-    it is marked as well, sum_gradients_over_tp() refuses it. In a module that has copies and split
-    parameters, set sums_over_tp to the copies' names, as RowParallelLinear does. The sum of a
-    gradient that is already complete is P times too large on all ranks, so do not mark what needs
-    no mark. check_gradients_over_tp() finds what should be marked or split and is not.
+    Nothing finds a parameter that is marked and should not be: the sum of complete gradients is P
+    times too large, on all ranks alike. check_gradients_over_tp() finds what is not marked and
+    should be. A parameter with elements for each head or column is split: use set_shard(). If a
+    module has such parameters and copies, set sums_over_tp to the copies' names, as
+    RowParallelLinear does.
     """
     for layer in module.modules():
         layer.sums_over_tp = tuple(name for name, _ in layer.named_parameters(recurse=False))
@@ -726,8 +721,8 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
     """After backward, sum the parameters' gradients over the group in a single all-reduce.
 
     parameters: from parameters_to_sum_over_tp(). A gradient that is None counts as zero.
-    check: whether to raise ValueError on all ranks if one is split over the group, so that the sum
-        would mix unlike parts, or if their ZeRO pieces differ in shape or offset.
+    check: whether to raise ValueError on all ranks if the sum would mix unlike parts, since a
+        parameter is split over the group, or since ranks have different ZeRO pieces of one.
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
@@ -752,11 +747,10 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
 def check_gradients_over_tp(model, group=None, tolerance=1e-3):
     """Raise ValueError on all ranks if copies of a parameter have different gradients. Collective.
 
-    Such copies drift apart, and a gradient norm that counts one of them is wrong. Copies are what
-    no Shard splits over the group. Their gradients differ if one is further from the mean of all
-    than `tolerance` times the norm of the mean; kernels may round differently. Each mean takes an
-    all-reduce, so call this once per process, after the sums of its first step.
-    With ZeRO, all ranks must have the same pieces: see `apart` in zero.py.
+    Such copies drift apart. Every parameter that no Shard splits over the group is a copy. Kernels
+    may round differently, so gradients differ if one is further from their mean than `tolerance`
+    times the mean's norm. Each mean takes an all-reduce, so call this once per process, after the
+    sums of its first step. With ZeRO, all ranks must have the same pieces: see `apart` in zero.py.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -800,13 +794,11 @@ def _distances_from_mean(parameters, group):
 # ---- overlap: products by chunks -----------------------------------------------------------------
 #
 # With sequence parallelism, a product either needs every rank's chunk of X, or is summed over the
-# ranks into chunks of Z. If chunks are large, the linear layers compute one while another travels
-# directly between its owner and this rank. On the left all messages are posted first, and (x3) is
-# the chunk that the next step waits for. On the right each is posted as soon as its summand is
-# computed. The tables show the order of use for P = 4.
+# ranks into chunks of Z. If chunks are large, the linear layers compute one while others travel
+# directly between two ranks. For P = 4, where x1 is chunk 1 of X, and y1 a summand of chunk 1 of Z:
 #
 #             gather_by_chunks(): rank r multiplies         scatter_by_chunks(): rank r computes
-#             chunk r - s, while (r - s - 1) may arrive     chunk r + s + 1 and sends it (->)
+#             chunk r - s, then waits for (r - s - 1)       its summand of chunk r + s + 1, sends it
 #
 #             rank 0    rank 1    rank 2    rank 3          rank 0    rank 1    rank 2    rank 3
 #     s = 0   x0 (x3)   x1 (x0)   x2 (x1)   x3 (x2)         y1 -> 1   y2 -> 2   y3 -> 3   y0 -> 0
@@ -814,9 +806,9 @@ def _distances_from_mean(parameters, group):
 #     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
 #     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
 #
-# On the right, one operation adds the four summands of a chunk. In 16 bits each summand is rounded,
-# and their sum only once. Either way a rank sends (P-1)/P of the whole, as in an all-gather or a
-# reduce-scatter.
+# On the left all messages are posted before the first product. On the right, one operation at the
+# end adds the four summands of a chunk, so in 16 bits their sum is rounded only once. Either way a
+# rank sends (P-1)/P of the whole, as in an all-gather or a reduce-scatter.
 
 # Smaller chunks cost more than overlap saves: measured over gloo, and on the model of gpu_time.py.
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}
@@ -879,11 +871,12 @@ def _linear_into(output, x, weight, bias=None):
 # ---- where a weight's gradient goes --------------------------------------------------------------
 #
 # The linear layers' backward computes dW and returns it to autograd, which adds it to .grad. In a
-# pipeline (pipeline.py), `defer` is a WeightGradStore, which asks for two other things. While it is
-# `open`, it takes dW as a function, which the pipeline calls when it would otherwise wait. While it
-# `accumulates`, dW is added to .grad by the product itself, or written where .grad is to be, which
-# saves a buffer and passes over it. Neither applies to a weight whose gradient a hook or a graph
-# needs.
+# pipeline (pipeline.py), `defer` is a WeightGradStore, which asks for two other things:
+#
+#     open           put() takes dW as a function, which the pipeline calls when it would else wait
+#     accumulates    the product itself is added to .grad, which saves a buffer and passes over it
+#
+# Neither applies to a weight whose gradient is also needed elsewhere: see is_plain_leaf().
 
 
 def begin_weight_gradient(weight, dy, x, split, group, defer):
@@ -907,7 +900,7 @@ def is_plain_leaf(weight):
 def _product(weight, dy, x, defer):
     """Compute dW. Return it, or None if it is in .grad.
 
-    zero.FlatParameter gives weights grad_view(), which returns memory for the first gradient.
+    zero.py gives weights a method grad_view(), which returns the memory that .grad is to have.
     """
     a = dy.reshape(-1, dy.shape[-1]).t()
     b = x.reshape(-1, x.shape[-1])
@@ -915,11 +908,11 @@ def _product(weight, dy, x, defer):
         return a @ b
     if weight.grad is not None:
         _multiply_into(weight.grad, a, b, beta=1)
-        return None
-    if not hasattr(weight, "grad_view"):
+    elif hasattr(weight, "grad_view"):
+        weight.grad = weight.grad_view()
+        _multiply_into(weight.grad, a, b, beta=0)
+    else:
         return a @ b
-    weight.grad = weight.grad_view()
-    _multiply_into(weight.grad, a, b, beta=0)
     return None
 
 

@@ -420,7 +420,7 @@ def test_a_marked_parameter_may_be_split_over_another_group_but_not_over_that_of
 @pytest.mark.parametrize("fused", [False, True])
 @on_ranks(4)
 def test_an_overflow_on_one_rank_skips_the_step_on_all_if_they_share_it(fused, is_shared):
-    """Otherwise one rank skips a step, and copies part. The four lines are in the docstring."""
+    """Otherwise one rank skips a step, and copies part. tensor_parallel.py shows the four lines."""
     group, replica = interleaved_group(2, 2)
     torch.manual_seed(shifted(replica))
     layers = ColumnParallelLinear(8, 12, group=group), RowParallelLinear(12, 8, group=group)
@@ -855,6 +855,18 @@ def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(tp, repl
         assert (outside == drawn[0][0]) == (other == replica)
         assert inside not in (outside[:64], outside[64:])
     assert len({tuple(inside) for *_, inside in masks}) == tp * replicas
+
+
+@on_ranks(2)
+def test_the_sharded_state_draws_on_the_host_whatever_the_default_device_is():
+    """On a GPU the host would wait for the number, and checkpoint() may not restore it."""
+    torch.manual_seed(0)
+    state = ShardedRandomState("cpu")
+    with state:
+        expected = torch.get_rng_state()
+    torch.manual_seed(0)
+    with torch.device("meta"), state:
+        assert torch.equal(torch.get_rng_state(), expected)
 
 
 # ---- AlexNet -------------------------------------------------------------------------------------
