@@ -651,9 +651,11 @@ ENDS = """
     import torch._dynamo, torch.multiprocessing
     import torch.distributed as dist
     from torch import nn
+    sys.path.append(os.path.join(os.environ["PYTHONPATH"], "tests", "support"))
     from collectives import all_reduce
     from ddp import DistributedDataParallel as DDP
     from pipeline import Pipeline, zb_h1
+    from ranks import shifted
     from tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from zero import FullyShardedDataParallel as FSDP, ZeroRedundancyOptimizer
 
