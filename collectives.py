@@ -536,11 +536,11 @@ def _gather(outputs, input, rank, root):
 # whole gradient, and a sum would count it once for every rank. So a tensor has one of four types
 # over a group, as in Meta's spmd_types, and so has its gradient (I and P are no numbers of ranks):
 #
-#        the ranks hold                                a rank's gradient is                  its type
-#     I  invariant: equal tensors, used identically    whole, and equal on all ranks         I
-#     R  replicated: equal tensors, used differently   a part; the gradient is the sum       P
-#     V  varying: tensors of their own                 that of its own tensor                V
-#     P  partial: summands; their sum is meant         that of the sum, equal on all ranks   R
+#        the ranks hold                                a rank's gradient is                 its type
+#     I  invariant: equal tensors, used identically    whole, and equal on all ranks        I
+#     R  replicated: equal tensors, used differently   a part; the gradient is the sum      P
+#     V  varying: tensors of their own                 that of its own tensor               V
+#     P  partial: summands; their sum is meant         that of the sum, equal on all ranks  R
 #
 # For example, copy_to_group() goes from I to R. The gradient of R has type P and that of I type I,
 # so its backward goes from P to I: it is an all-reduce. A tensor of type V may be passed as P.
@@ -683,8 +683,8 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
     }[algorithm]
 
 
-# Each call that sends messages makes an Operation, which tells listeners what it sends. Their list is
-# global because autograd may call collectives in its own threads, which do not see the caller's
+# Each call that sends messages makes an Operation, which tells listeners what it sends. Their list
+# is global because autograd may call collectives in its own threads, which do not see the caller's
 # context variables.
 _LISTENERS = []
 
