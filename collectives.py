@@ -547,8 +547,8 @@ def _gather(outputs, input, rank, root):
 # Docstrings state types, such as "V, I -> V" for two inputs and the output, and
 # tests/test_adjoint.py checks them. No function changes its input.
 #
-# They call the upper floor's all_reduce(), reduce_scatter_single(), all_gather_single() and
-# all_to_all_single(), which compute what the plain forms above do, for tensors of any strides.
+# These functions call the upper floor's all_reduce(), reduce_scatter_single(), all_gather_single()
+# and all_to_all_single(), which compute what the plain forms do, for tensors of any strides.
 
 
 def _identity(x, group):
@@ -1077,7 +1077,7 @@ class _Thread:
     """The queue of a group on gloo: a thread that ends when the group or Python does."""
 
     on_nccl = False
-    window = 4  # segments under way: with 3, of 1 MB, 8 to 64 MB took up to 1.6 times gloo's time
+    window = 4  # segments under way; 3 of 1 MB took up to 1.6 times gloo's time for 8 to 64 MB
     last = DONE  # the last task that was submitted
 
     def __init__(self, group):
@@ -1354,7 +1354,7 @@ def all_gather_single(output, input, group=None, async_op=False):
         name, segments, options = choose_segments(work, output.nbytes)
         _, all_gather = _PHASES[name]
         chunks = output.chunk(P)
-        if chunks[rank].data_ptr() != input.data_ptr():  # or the caller has it there
+        if chunks[rank].data_ptr() != input.data_ptr():  # else the caller has put it there
             chunks[rank].copy_(input)
         parts = zip(*(_cut(chunk, segments) for chunk in chunks))
         return [all_gather(part, rank, **options) for part in parts]

@@ -250,7 +250,7 @@ class GradBucket:
 
     @torch.no_grad()
     def sum_gradients(self):
-        """Sum the gradients over the group: a generator, see Reducer."""
+        """Begin to sum the gradients over the group, yield True, and wait for the sum."""
         for parameter, slot in self.slots.items():
             self.take(parameter, slot)
         started = self.gradient_sum.start(self.flat, self.group)
@@ -279,12 +279,11 @@ class Reducer:
         finish()                          0 1 2     a missing gradient counts as zero
                                                     all sums have ended
 
-    A sum is a generator. It begins a message and yields True. When it is resumed, it waits for the
-    message. Then it ends, or begins a second message, as with replicas of shards in zero.py.
+    A sum is a generator, which yields while its message is under way. A unit of zero.py may begin
+    a second message then, for replicas of its shards, and yield again.
 
     order: the buckets or, in zero.py, the units. Each has `slots`, a dict of its parameters, a set
-        `missing` of those whose gradients are not final, and sum_gradients(), which returns the
-        generator.
+        `missing` of those whose gradients are not final, and the generator sum_gradients().
     queue: those, in this order, whose sums have not begun in this round.
     under_way: (bucket, its generator) pairs, whose sums have begun.
     frees_early: whether the sums under way are waited for before another one begins. Units of
@@ -325,7 +324,7 @@ class Reducer:
             bucket = self.queue.popleft()
             if self.frees_early:
                 self.advance()
-            while any(other is bucket for other, _ in self.under_way):  # its earlier sums end first
+            while any(other is bucket for other, _ in self.under_way):  # only in zero.py
                 self.advance()
             sums = bucket.sum_gradients()
             if next(sums, False):
