@@ -35,7 +35,7 @@ Overlap        with async_op=True an operation runs beside the caller's computat
                gloo (CPUs), on a side stream for NCCL (GPUs)
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
                name of all_gather_single. Here the collectives of a group run one after the other,
-               tensors need not be contiguous, reduce changes only the root's tensor, all_gather
+               tensors with gaps are sent as copies, reduce changes only the root's tensor, all_gather
                takes unequal lengths on gloo, too, and autograd follows the seven functions from
                copy_to_group() to all_to_all_in_group()
 
@@ -179,7 +179,8 @@ def plain_run(algorithm, group=None):
 def _ring_reduce_scatter(chunks, output, combine, rank):
     """Reduce chunk r over all ranks into `output` of rank r, in P-1 steps.
 
-    A partial sum travels around the ring, and every rank that it visits adds its own chunk.
+    A partial sum travels around the ring, and every rank that it visits adds its own chunk. Unlike
+    in ring_all_reduce(), the chunks stay as they are.
     "c2: 3+0" is chunk 2, summed over ranks 3 and 0. P = 4:
 
         rank        0             1             2             3
@@ -424,7 +425,7 @@ def _cut(flat, parts, unit=ALIGNMENT):
 
 
 def _all_reduce(name, output, input, combine, rank, world_size, table=_PHASES, **options):
-    """Run one all-reduce with the named algorithm. For naive, every rank's chunk is all of `input`.
+    """Run one all-reduce with the named algorithm.
 
     The doubling algorithms run among the first 2^k ranks, for the largest 2^k <= P. Each rank r
     beyond these sends its tensor to rank r - 2^k, which stands in for it and returns the sum.
@@ -441,7 +442,7 @@ def _all_reduce(name, output, input, combine, rank, world_size, table=_PHASES, *
         yield [], [(other, rank + core)]
         input = combine(input, other, out=other)
     if name == "naive":
-        reduce_scatter, _ = table["direct"]
+        reduce_scatter, _ = table["direct"]  # with all of the input as every rank's chunk
         yield from reduce_scatter([input] * core, output, combine, rank)
     elif name == "recursive_doubling":
         yield from _recursive_doubling(output, input, combine, rank, core)
