@@ -35,9 +35,9 @@ Overlap        with async_op=True an operation runs beside the caller's computat
                gloo (CPUs), on a side stream for NCCL (GPUs)
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
                name of all_gather_single. Here the collectives of a group run one after the other,
-               tensors with gaps are sent as copies, reduce changes only the root's tensor, all_gather
-               takes unequal lengths on gloo, too, and autograd follows the seven functions from
-               copy_to_group() to all_to_all_in_group()
+               tensors with gaps travel as copies, reduce changes only the root's tensor,
+               all_gather takes unequal lengths on gloo, too, and autograd follows the seven
+               functions from copy_to_group() to all_to_all_in_group()
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
