@@ -3,8 +3,8 @@
 A rank is a process, which has a GPU of its own or runs on CPU cores. A process group is P ranks,
 which share no memory and send tensors to each other. All collectives here are built on one
 primitive, a batch of sends and receives that progress together; a step is one batch. D is the size
-of the full tensor in bytes. Rows with log2(P) assume that P is a power of two. For other P, a tree
-(broadcast, reduce) takes log2(P) steps, rounded up, and all_reduce_cost() has the all-reduces.
+of the full tensor in bytes. Rows with log2(P) assume that P is a power of two. For other P,
+broadcast and reduce round it up, and all_reduce_cost() has the all-reduces.
 
                            the result, or how it is computed     a rank sends     steps
     all_reduce             the sum of all ranks' tensors
@@ -23,11 +23,10 @@ of the full tensor in bytes. Rows with log2(P) assume that P is a power of two. 
     scatter                rank r has the root's chunk r          (P-1)/P D       1
     gather                 the root has every rank's chunk        D/P             1
 
-A rank holds   its tensors, and scratch memory for partial sums and arriving chunks. It does not
-               grow with D where long tensors are cut into segments. Not cut are halving_doubling,
-               which needs 3/4 D, recursive_doubling (2 D), naive (P D), a reduce (log2(P) D at its
-               root), and a ring on NCCL (2/P D). If P is not a power of two, some ranks of the
-               doubling algorithms need D more. A tensor with gaps in memory is copied
+A rank holds   its tensors, and scratch memory: P D for naive, 2 D for recursive_doubling, 3/4 D for
+               halving_doubling (D more for both on some ranks if P is not a power of two), and
+               log2(P) D at the root of a reduce. The upper floor cuts long tensors of the others
+               into segments, so their scratch memory has a limit; a ring on NCCL needs 2/P D
 It sends       what the table says. In a broadcast or a scatter only the root sends that much; in a
                reduce or a gather it sends nothing. The chunks of all_gather may have unequal
                lengths, and each is sent P-1 times. No all-reduce lets every rank send less than
@@ -36,9 +35,9 @@ Overlap        with async_op=True an operation runs beside the caller's computat
                gloo (CPUs), on a side stream for NCCL (GPUs)
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
                name of all_gather_single. Here the collectives of a group run one after the other,
-               tensors need not be contiguous, reduce changes only the root's tensor, all_gather
-               takes unequal lengths on gloo, too, and autograd follows the seven functions from
-               copy_to_group() to all_to_all_in_group()
+               tensors with gaps travel as copies, reduce changes only the root's tensor,
+               all_gather takes unequal lengths on gloo, too, and autograd follows the seven
+               functions from copy_to_group() to all_to_all_in_group()
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -71,51 +70,6 @@ def rank_and_size(group=None):
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-# Each call that sends messages makes an Operation, which tells listeners what it sends. Listeners
-# come from observe() and count_bytes(), at the end of this floor. Their list is global because
-# autograd may call collectives in its own threads, which do not see the caller's context variables.
-_LISTENERS = []
-
-
-class Operation:
-    """One call that sends messages, as listeners see it.
-
-    name: of the function, such as "plain_exchange"; group: its process group
-    async_op: whether the call may return before the messages are complete
-    of: the operation that this one waits for, if its name is "wait"
-    """
-
-    async_op = False
-    of = None
-
-    def __init__(self, name, group):
-        self.name = name
-        self.group = group or dist.group.WORLD
-        self.listeners = tuple(_LISTENERS)
-
-    def tell(self, event, *messages):
-        """Tell the listeners of an event. observe() has a list of the events."""
-        for listener in self.listeners:
-            listener(event, self, *messages)
-
-
-def is_memory(tensor):
-    """Return whether a message can hold the tensor as it lies in memory: without gaps, in order.
-
-    PyTorch conjugates and negates some tensors only when they are read.
-    """
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def require_memory(sends, receives):
-    """Raise ValueError if is_memory() is false for a tensor of these messages."""
-    for tensor, peer in (*sends, *receives):
-        if not is_memory(tensor):
-            what = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-            view = ", conjugated or negated" if tensor.is_contiguous() else ""
-            raise ValueError(f"a message to or from rank {peer} is a view of {what}{view}")
-
-
 TAG = 1 << 30  # marks our messages, so that a message of the user never arrives in place of one
 
 
@@ -138,14 +92,31 @@ def plain_exchange(sends, receives, group=None):
     batch += [message(dist.isend, tensor, group_peer=peer) for tensor, peer in sends]
     if not batch:
         return
-    operation = Operation("plain_exchange", group)
+    operation = Operation("plain_exchange", group)  # count_bytes() listens to it
     operation.tell("begin")
     try:
-        operation.tell("post", sends, receives)  # count_bytes() counts them
+        operation.tell("post", sends, receives)
         for request in dist.batch_isend_irecv(batch):
             request.wait()
     finally:
         operation.tell("end")
+
+
+def is_memory(tensor):
+    """Return whether a message can hold the tensor as it lies in memory: without gaps, in order.
+
+    PyTorch conjugates and negates some tensors only when they are read.
+    """
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def require_memory(sends, receives):
+    """Raise ValueError if is_memory() is false for a tensor of these messages."""
+    for tensor, peer in (*sends, *receives):
+        if not is_memory(tensor):
+            what = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            view = ", conjugated or negated" if tensor.is_contiguous() else ""
+            raise ValueError(f"a message to or from rank {peer} is a view of {what}{view}")
 
 
 # ---- the idea: a sum travels around a ring -------------------------------------------------------
@@ -208,7 +179,8 @@ def plain_run(algorithm, group=None):
 def _ring_reduce_scatter(chunks, output, combine, rank):
     """Reduce chunk r over all ranks into `output` of rank r, in P-1 steps.
 
-    A partial sum travels around the ring, and every rank that it visits adds its own chunk.
+    A partial sum travels around the ring, and every rank that it visits adds its own chunk. Unlike
+    in ring_all_reduce(), the chunks stay as they are.
     "c2: 3+0" is chunk 2, summed over ranks 3 and 0. P = 4:
 
         rank        0             1             2             3
@@ -252,7 +224,7 @@ def _pairwise(outgoing, arriving, rank):
 
 
 def check_fits(output, input, elements, expected):
-    """Raise ValueError if sizes or dtypes differ.
+    """Raise ValueError unless `output` has the elements that `input` makes, and its dtype.
 
     gloo aborts the process if a buffer is short, and fills a part of a long one in silence.
     """
@@ -264,7 +236,7 @@ def check_fits(output, input, elements, expected):
 def plain_reduce_scatter(output, input, group=None):
     """Sum `input` over the group. Rank r keeps chunk r of the sum in `output`, 1/P as long."""
     rank, P = rank_and_size(group)
-    check_fits(output, input, P * output.numel(), input.numel())
+    check_fits(output, input, output.numel(), input.numel() / P)
     chunks = input.view(-1).chunk(P)
     plain_run(_ring_reduce_scatter(chunks, output.view(-1), torch.add, rank), group)
 
@@ -305,13 +277,12 @@ def _direct_reduce_scatter(chunks, output, combine, rank):
     if P == 1:
         output.copy_(chunks[0])
         return
-    parts = [torch.empty_like(output) for _ in chunks]
+    parts = [chunks[r] if r == rank else torch.empty_like(output) for r in range(P)]
     yield from _pairwise(chunks, parts, rank)
-    partial_sum = parts[rank]  # no message arrives in it
-    parts[rank] = chunks[rank]
     total = parts[0]
+    scratch = torch.empty_like(output)
     for r in range(1, P):
-        total = combine(total, parts[r], out=output if r == P - 1 else partial_sum)
+        total = combine(total, parts[r], out=output if r == P - 1 else scratch)
 
 
 def _direct_all_gather(chunks, rank):
@@ -381,11 +352,9 @@ def _hierarchical_reduce_scatter(
     """
     P, I = len(chunks), ranks_per_node
     node, local_rank = divmod(rank, I)
-    by_node = [chunks[first : first + I] for first in range(0, P, I)]
-    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
+    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]  # one for each node
     inside = [
-        direct(node_chunks, total, combine, local_rank)
-        for node_chunks, total in zip(by_node, sums)
+        direct(chunks[n * I : n * I + I], sums[n], combine, local_rank) for n in range(P // I)
     ]
     yield from _among(range(node * I, node * I + I), inside)
     across = _ring_reduce_scatter(sums, output, combine, node)
@@ -398,7 +367,7 @@ def _hierarchical_all_gather(chunks, rank, ranks_per_node):
     node, local_rank = divmod(rank, I)
     across = _ring_all_gather(chunks[local_rank::I], node)
     yield from _among(range(local_rank, P, I), [across])
-    inside = [_direct_all_gather(chunks[first : first + I], local_rank) for first in range(0, P, I)]
+    inside = [_direct_all_gather(chunks[n * I : n * I + I], local_rank) for n in range(P // I)]
     yield from _among(range(node * I, node * I + I), inside)
 
 
@@ -456,7 +425,7 @@ def _cut(flat, parts, unit=ALIGNMENT):
 
 
 def _all_reduce(name, output, input, combine, rank, world_size, table=_PHASES, **options):
-    """Run one all-reduce with the named algorithm. For naive, every rank's chunk is all of `input`.
+    """Run one all-reduce with the named algorithm.
 
     The doubling algorithms run among the first 2^k ranks, for the largest 2^k <= P. Each rank r
     beyond these sends its tensor to rank r - 2^k, which stands in for it and returns the sum.
@@ -473,7 +442,7 @@ def _all_reduce(name, output, input, combine, rank, world_size, table=_PHASES, *
         yield [], [(other, rank + core)]
         input = combine(input, other, out=other)
     if name == "naive":
-        reduce_scatter, _ = table["direct"]
+        reduce_scatter, _ = table["direct"]  # with all of the input as every rank's chunk
         yield from reduce_scatter([input] * core, output, combine, rank)
     elif name == "recursive_doubling":
         yield from _recursive_doubling(output, input, combine, rank, core)
@@ -566,22 +535,21 @@ def _gather(outputs, input, rank, root):
 # If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
 # of x's gradient, and the parts are summed. If all ranks use x identically, each already has the
 # whole gradient, and a sum would count it once for every rank. So a tensor has one of four types
-# over a group, as in Meta's spmd_types (I and P are types here, and not numbers of ranks):
+# over a group, as in Meta's spmd_types, and so has its gradient (I and P are no numbers of ranks):
 #
-#        the ranks hold                                a rank's gradient is                  dual
-#     I  invariant: equal tensors, used identically    whole, and equal on all ranks         I
-#     R  replicated: equal tensors, used differently   a part; the gradient is the sum       P
-#     V  varying: tensors of their own                 that of its own tensor                V
-#     P  partial: summands; their sum is meant         that of the sum, equal on all ranks   R
+#        the ranks hold                                a rank's gradient is                 its type
+#     I  invariant: equal tensors, used identically    whole, and equal on all ranks        I
+#     R  replicated: equal tensors, used differently   a part; the gradient is the sum      P
+#     V  varying: tensors of their own                 that of its own tensor               V
+#     P  partial: summands; their sum is meant         that of the sum, equal on all ranks  R
 #
-# The dual type is the type of the gradient. The backward of a function I -> R goes from P, the dual
-# of R, to I, the dual of I, so it is an all-reduce. A tensor of type V may be passed as P.
-# Docstrings state types, such as "V, I -> V" for two inputs and the output. tests/test_adjoint.py
-# checks them. No function changes its input, and all except _identity() return new memory.
+# For example, copy_to_group() goes from I to R. The gradient of R has type P and that of I type I,
+# so its backward goes from P to I: it is an all-reduce. A tensor of type V may be passed as P.
+# Docstrings state types, such as "V, I -> V" for two inputs and the output, and
+# tests/test_adjoint.py checks them. No function changes its input.
 #
-# They call all_reduce(), reduce_scatter_single(), all_gather_single() and all_to_all_single() of
-# the upper floor, which have the results of ring_all_reduce() and of the three plain forms above.
-# The full ones are faster, and take tensors of any strides.
+# These functions call the upper floor's all_reduce(), reduce_scatter_single(), all_gather_single()
+# and all_to_all_single(), which compute what the plain forms do, for tensors of any strides.
 
 
 def _identity(x, group):
@@ -688,11 +656,7 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
 
 
 def reduce_scatter_bytes(nbytes, world_size):
-    """Return the bytes that a rank sends to reduce-scatter or all-gather a tensor of `nbytes`.
-
-    The root of a scatter sends as many. In an all_gather() of unequal lengths a rank sends its own
-    tensor P-1 times.
-    """
+    """Return the bytes that a rank sends to reduce-scatter or all-gather a tensor of `nbytes`."""
     return nbytes * (world_size - 1) // world_size
 
 
@@ -718,6 +682,34 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
         "recursive_doubling": (rounds + 2 * stands_in, (rounds + stands_in) * D),
         "halving_doubling": (2 * rounds + 2 * stands_in, all_reduce_bytes(D, core) + stands_in * D),
     }[algorithm]
+
+
+# Each call that sends messages makes an Operation, which tells listeners what it sends. Their list
+# is global because autograd may call collectives in its own threads, which do not see the caller's
+# context variables.
+_LISTENERS = []
+
+
+class Operation:
+    """One call that sends messages, as listeners see it.
+
+    name: of the function, such as "plain_exchange"; group: its process group
+    async_op: whether the call may return before the messages are complete
+    of: the operation that this one waits for, if its name is "wait"
+    """
+
+    async_op = False
+    of = None
+
+    def __init__(self, name, group):
+        self.name = name
+        self.group = group or dist.group.WORLD
+        self.listeners = tuple(_LISTENERS)
+
+    def tell(self, event, *messages):
+        """Tell the listeners of an event. observe() lists the events."""
+        for listener in self.listeners:
+            listener(event, self, *messages)
 
 
 @contextmanager
@@ -824,7 +816,7 @@ def launch(work, plan, outputs, inputs=(), backend=None):
         queue.last = work.pending = queue.submit(partial(work.complete, run), tensors)
     elif queue.last.is_completed():  # nothing is pending, so its turn has come
         work.complete(partial(queue.run, run))
-    else:
+    else:  # it waits for its turn, and the caller for it
         queue.last = queue.submit(run, tensors)
         work.complete(queue.last.finish)
     return work if work.async_op else None
@@ -917,10 +909,7 @@ MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 message
 
 
 def post(work, sends, receives):
-    """Begin a batch of messages [(tensor, peer)]. Return a function that waits for them.
-
-    The function holds their tensors.
-    """
+    """Begin a batch of messages. Return a function that waits for them and holds their tensors."""
     sends = [message for message in sends if message[0].numel()]
     receives = [message for message in receives if message[0].numel()]
     if not sends and not receives:
@@ -1089,7 +1078,7 @@ class _Thread:
     """The queue of a group on gloo: a thread that ends when the group or Python does."""
 
     on_nccl = False
-    window = 4  # segments under way: with 3, of 1 MB, 8 to 64 MB took up to 1.6 times gloo's time
+    window = 4  # segments under way; 3 of 1 MB took up to 1.6 times gloo's time for 8 to 64 MB
     last = DONE  # the last task that was submitted
 
     def __init__(self, group):
@@ -1341,7 +1330,7 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     combine = Reduction(op, input.dtype)
     work = Work("reduce_scatter_single", group, output, async_op, op)
     rank, P = work.place
-    check_fits(output, input, P * output.numel(), input.numel())
+    check_fits(output, input, output.numel(), input.numel() / P)
 
     def plan(output, input):
         name, segments, options = choose_segments(work, input.nbytes)
@@ -1366,7 +1355,7 @@ def all_gather_single(output, input, group=None, async_op=False):
         name, segments, options = choose_segments(work, output.nbytes)
         _, all_gather = _PHASES[name]
         chunks = output.chunk(P)
-        if chunks[rank].data_ptr() != input.data_ptr():
+        if chunks[rank].data_ptr() != input.data_ptr():  # else the caller has put it there
             chunks[rank].copy_(input)
         parts = zip(*(_cut(chunk, segments) for chunk in chunks))
         return [all_gather(part, rank, **options) for part in parts]

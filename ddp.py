@@ -59,8 +59,8 @@ class Bucket:
 
     All ranks must start their all-reduces in the same order, since messages are matched by order.
     So autograd must complete the buckets in one order on all ranks, and each loss must use all
-    parameters, or a bucket would never be complete. All of them are trained, and each backward is
-    followed by finish().
+    parameters, or a bucket would never be complete. All of them require gradients, and each
+    backward is followed by finish().
     """
 
     def __init__(self, parameters, group=None):
@@ -250,7 +250,7 @@ class GradBucket:
 
     @torch.no_grad()
     def sum_gradients(self):
-        """Sum the gradients over the group: a generator, see Reducer."""
+        """Begin to sum the gradients over the group, yield True, and wait for the sum."""
         for parameter, slot in self.slots.items():
             self.take(parameter, slot)
         started = self.gradient_sum.start(self.flat, self.group)
@@ -279,12 +279,11 @@ class Reducer:
         finish()                          0 1 2     a missing gradient counts as zero
                                                     all sums have ended
 
-    A sum is a generator. It begins a message and yields True. When it is resumed, it waits for the
-    message. Then it ends, or begins a second message, as with replicas of shards in zero.py.
+    A sum is a generator, which yields while its message is under way. A unit of zero.py may begin
+    a second message then, for replicas of its shards, and yield again.
 
     order: the buckets or, in zero.py, the units. Each has `slots`, a dict of its parameters, a set
-        `missing` of those whose gradients are not final, and sum_gradients(), which returns the
-        generator.
+        `missing` of those whose gradients are not final, and the generator sum_gradients().
     queue: those, in this order, whose sums have not begun in this round.
     under_way: (bucket, its generator) pairs, whose sums have begun.
     frees_early: whether the sums under way are waited for before another one begins. Units of
@@ -304,8 +303,9 @@ class Reducer:
     def start(self, awaited=()):
         """Start a round. Only gradients of the `awaited` parameters are still to be computed."""
         self.queue = deque(self.order)
+        awaited = set(awaited)
         for bucket in self.order:
-            bucket.missing = bucket.slots.keys() & set(awaited)
+            bucket.missing = bucket.slots.keys() & awaited
         self._begin_complete()
 
     def mark_ready(self, bucket, parameter):
@@ -324,7 +324,7 @@ class Reducer:
             bucket = self.queue.popleft()
             if self.frees_early:
                 self.advance()
-            while any(other is bucket for other, _ in self.under_way):  # its earlier sums end first
+            while any(other is bucket for other, _ in self.under_way):  # only in zero.py
                 self.advance()
             sums = bucket.sum_gradients()
             if next(sums, False):
@@ -379,10 +379,9 @@ class DistributedDataParallel(nn.Module):
     gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
         it to 1 if the ranks' losses add up to the loss of the whole batch. If you do, call
         zero_grad() after each step, or a sum left in .grad will be reduced again and grow P-fold.
-        If ranks have unlike numbers of targets that count, the mean of their means is not the mean
-        over all targets. So count the targets of all ranks, and of all microbatches of the step:
+        For example, the mean over all targets, of which ranks may have unlike numbers:
 
-            counted = (target != -100).sum()
+            counted = (target != -100).sum()  # in all microbatches of the step
             all_reduce(counted, group=group)
             loss = F.cross_entropy(logits, target, reduction="sum") / counted
 
@@ -395,12 +394,13 @@ class DistributedDataParallel(nn.Module):
         Inputs are not moved to a device, and unused parameters are always found.
 
     The constructor raises ValueError on every rank if the ranks' modules differ, or if the group
-    holds ranks over which tensor_parallel.py has split a parameter. backward() raises RuntimeError
-    if a parameter was frozen, unfrozen or converted after wrapping, if a gradient is sparse or
-    computed twice in one pass, if create_graph is True, or if finish_grad_sync() has not ended the
-    last round of reductions. If backward() fails during a round, the next forward() raises
-    RuntimeError unless wait_in_backward is False.
-    forward() raises RuntimeError on every rank if a buffer differs between ranks in shape or dtype.
+    holds ranks over which tensor_parallel.py has split a parameter.
+    forward() raises RuntimeError on every rank if a buffer differs between ranks in shape or dtype,
+    and on this one if reductions are under way, as after a backward() that failed, unless
+    wait_in_backward is False.
+    backward() raises RuntimeError if reductions of an earlier one are under way, if a parameter was
+    frozen, unfrozen or converted after wrapping, if a gradient is sparse or computed twice in one
+    pass, or if create_graph is True.
     """
 
     def __init__(
@@ -451,11 +451,8 @@ class DistributedDataParallel(nn.Module):
     #                           gradients the other ranks await
 
     def forward(self, *args, **kwargs):
-        if not self.reducer.is_idle and self.wait_in_backward:
-            if not self._ends_with_backward:  # start_grad_sync() began this round
-                self._check_idle()
-            cure = "finish_grad_sync() ends it, on every rank; then zero the gradients"
-            raise RuntimeError(f"the last backward has not ended. If it failed, {cure}")
+        if self.wait_in_backward:
+            self._check_idle()
         self._broadcast_buffers()
         self._replicated.may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._expects_backward = self._expects_backward or torch.is_grad_enabled()
@@ -511,7 +508,9 @@ class DistributedDataParallel(nn.Module):
 
     def _check_idle(self):
         if not self.reducer.is_idle:
-            raise RuntimeError("gradients are still being reduced: call finish_grad_sync() first")
+            what = "gradients are still being reduced: call finish_grad_sync() first"
+            cure = "finish_grad_sync() ends it, on every rank; then zero the gradients"
+            raise RuntimeError(f"{what}. If backward has failed, {cure}")
 
     @torch.no_grad()
     def finish_grad_sync(self):
@@ -552,10 +551,9 @@ class DistributedDataParallel(nn.Module):
 #   timeout has passed.
 # - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs.
 # - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
-#   rebuild them after the first backward pass in the order in which gradients became ready.
-# - All buckets have one size; PyTorch's first has 1 MiB.
+#   rebuild them after the first backward pass in the order in which gradients became ready. All
+#   have one size; PyTorch's first has 1 MiB.
 # - A second backward() of one forward, with retain_graph=True, reduces gradients again.
-# - A module without trainable parameters is accepted.
 # - The wrapper cannot be copied or pickled; the wrapped module can.
 # - A buffer registered after wrapping is not broadcast: every rank keeps its own.
 # - Before a broadcast, ranks ask one another whether a buffer's shape or dtype has changed, in an
@@ -687,9 +685,8 @@ def not_ignored(module, named):
 
 def broadcast_first(tensors, group):
     """Copy the tensors of the group's first rank to all of its ranks."""
-    source = dist.get_global_rank(group or dist.group.WORLD, 0)
     for tensor in tensors:
-        broadcast(tensor, source, group)
+        broadcast(tensor, group=group, group_src=0)
 
 
 def copy_all(targets, sources):
