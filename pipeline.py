@@ -1309,7 +1309,7 @@ class Turns:
     """
 
     def __init__(self, device=None):
-        self.device = torch.device(device or torch.get_default_device())
+        self.device = torch.get_default_device() if device is None else torch.device(device)
         self.may_run = []  # a semaphore for each pass; 0 is the forward, 1 the backward
         self.states = []  # the random states of each pass
         self.running = 0  # passes that have begun and not ended
