@@ -614,11 +614,11 @@ def _dualpipe_letters(rank, p, per_end):
     """
     depth = min(rank, p - 1 - rank)  # the distance to the nearer end, here 1
     inner = p // 2 - 1 - depth  # the ranks between this one and the middle, here 2
-    # Step 6 is "bBbB" with its second half divided: bB, and iI, whose Ws come later.
+    # Step 6 goes backward with bBbB, and divides the second half: whole = bB, divided = iI.
     backwards = "bB" * (depth + 1)
     whole = backwards[: depth + 1]
     divided = backwards[depth + 1 :].replace("b", "i").replace("B", "I")
-    # The Ws of these Is and of those in step 7, in the same order: wW WW.
+    # The Ws that the Is of steps 6 and 7 leave, in the order of the Is: wW and WW.
     deferred = (divided + "I" * inner).replace("i", "w").replace("I", "W")
     letters = (
         "F" * (2 * inner)  # 1, FFFF: fill the ranks up to the middle
@@ -704,7 +704,7 @@ def claim(
         chunk); weight is the part of backward that is W. The comments say for which times the
         bubble holds.
 
-    The peak of zb-v is this at most if m < 2p.
+    If m < 2p, the peak of zb-v is an upper bound.
     """
     p = num_stages
     m = num_microbatches
@@ -720,12 +720,12 @@ def claim(
         "gpipe": Claim((p - 1) * (F + B), m, True),
         "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
         "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
-        # if W <= F and W <= I; for zb-h2, the bubble is this at most
+        # if W <= F and W <= I; for zb-h2, the bubble is an upper bound
         "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
         "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
-        # this at most, if W <= F <= I
+        # an upper bound, if W <= F <= I
         "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
-        # this at most, if F <= B and W <= I
+        # upper bounds, if F <= B and W <= I
         "dualpipe": Claim(
             (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
         ),
@@ -841,7 +841,7 @@ def program(schedule, rank):
     """
     transfers = simulate(schedule, message=SHORT).transfers
     unposted = deque(t for t in transfers if rank in (t.source, t.destination))
-    most = len(schedule)  # pending receives, and sends up to one more, whose memory this bounds
+    most = len(schedule)  # a limit on pending receives and sends, which bounds their memory
     made = set()
     sent = deque()
     arriving = set()
@@ -1271,12 +1271,14 @@ class PairedSchedule(Schedule):
 def pair_up(schedule):
     """Return the PairedSchedule whose pairs are each F and the B of another chunk that follows it.
 
-    dualpipe() and dualpipe_v() still finish with pairs, which are what DualPipe is for. Their
-    bubbles are then at most what claim() returns if F <= I, and otherwise longer by up to
-    (p/2-1)(F-I), for dualpipe_v (p-1)(F-I)/2. A pair pays only if its passes take less time in
-    turns than one after the other, as they do if messages take long. 1F1B gets no pairs, because
-    its F and the next B are of one chunk, on the last rank even of one microbatch. For pairs, it
-    would need a warm-up of 2(p-r)-1 forwards in place of p-r-1, and hold twice the activations.
+    dualpipe() and dualpipe_v() are made for pairs, and no rank waits forever with them. A pair pays
+    only if its passes take less time in turns than one after the other, as they do if messages take
+    long. If F <= I, the bubbles with pairs are at most what claim() returns. Otherwise they are
+    longer by up to (p/2-1)(F-I), for dualpipe_v by up to (p-1)(F-I)/2.
+
+    1F1B gets no pairs, because its F and the next B are of one chunk, on the last rank even of one
+    microbatch. For pairs, its warm-up would need 2(p-r)-1 forwards in place of p-r-1, and a rank
+    would hold twice the activations.
     """
     pairs = {}
     for rank, actions in enumerate(schedule):
