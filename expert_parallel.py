@@ -22,9 +22,9 @@ It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its 
 Overlap        on the upper floor, some tokens travel while experts compute others, and while
                another microbatch computes, as in DeepSeek's DualPipe
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
-               split one expert over several ranks. DeepEP has kernels for both all-to-alls, of
-               which the normal ones send a token once to a rank that has several of its experts;
-               here, as in Megatron-LM's all-to-all, it travels once for each of them
+               split one expert over several ranks. DeepEP has kernels for both all-to-alls, and
+               sends a token only once to a rank that has several of its experts. Here, as in
+               Megatron-LM's all-to-all, a token travels once for each of them
 
 Shazeer et al., "Outrageously Large Neural Networks", 2017. Lepikhin et al., "GShard", 2021. Fedus
 et al., "Switch Transformers", 2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free
@@ -272,8 +272,6 @@ class MoE(nn.Module):
         scale: a number or a scalar tensor, which is copied. If it is on the layer's device, the
             host does not wait. It replaces loss_scale, and is read in backward. So call this for
             each layer, before backward(), whenever the factor changes.
-
-        Megatron-LM's MoEAuxLossAutoScaler.set_loss_scale() sets the scale of all layers at once.
         """
         if torch.is_tensor(scale):
             self.coefficients = self.coefficients.to(scale.device)
@@ -507,9 +505,8 @@ class AddLossAndTally(torch.autograd.Function):
     """Return x. In backward, give `losses` the gradient `factors`, and add `counted` to `tally`.
 
     The model's loss does not depend on `losses`, so backward would not reach them otherwise.
-    As with Megatron-LM's MoEAuxLossAutoScaler, a loss can be computed inside the model without
-    becoming an output. Recomputation repeats only the forward, so nothing is added twice. `factors`
-    is read in backward, so it may change after forward.
+    (Megatron-LM does the same in its MoEAuxLossAutoScaler.) Recomputation repeats only the forward,
+    so nothing is added twice. `factors` is read in backward, so it may change after forward.
     """
 
     @staticmethod
@@ -658,21 +655,17 @@ def carry(plan, x, compute, weights=None, shared=None, others=()):
         shared_y = shared(x)  # is computed while the host waits for counts
     parts = []
     divided = [plan.divided(tensor) for tensor in (x, *others)]
-    for part, own in zip(plan.parts(), zip(*divided)):  # the host waits here, for the counts
-        part.begin_dispatch(*own)
+    for part, tensors in zip(plan.parts(), zip(*divided)):  # the host waits here, for the counts
+        part.begin_dispatch(*tensors)
         parts.append(part)
     if shared is not None and plan.overlaps:
         shared_y = shared(x)  # is computed while the first part travels
     for part in parts:
         part.begin_combine(compute(part, *part.end_dispatch()))
-    of_parts = [None for _ in parts] if weights is None else plan.divided(weights)
-    y = joined([part.end_combine(own) for part, own in zip(parts, of_parts)])
+    divided = [None for _ in parts] if weights is None else plan.divided(weights)
+    sums = [part.end_combine(part_weights) for part, part_weights in zip(parts, divided)]
+    y = torch.cat(sums) if len(sums) > 1 else sums[0]  # cat() would copy a single tensor
     return y if shared is None else y + shared_y
-
-
-def joined(tensors):
-    """Return torch.cat(tensors), which would copy a single tensor."""
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 class DispatchPlan:
@@ -862,11 +855,10 @@ def count_choices(experts, num_experts):
 # In backward time goes to the left in the same picture, without counts, since autograd begins with
 # what forward launched last. A dispatch or a combine then carries the gradients of its rows the
 # other way. In both directions, only dispatch 1 and combine 2 are exposed, as far as the shared
-# experts and the sums do not hide them. Every rank posts as many messages, also for parts in which
-# it has no token. Nothing else changes: a token's choices, what capacity drops and the order in
-# which a token's results are added are those of the whole. A matrix's gradient is the sum of those
-# of the parts, and each part needs kernels and batches of its own. So it pays if messages are long,
-# and if an expert's rows of a part still fill a GPU.
+# experts and the sums do not hide them. All ranks post the same number of messages, also for parts
+# in which they have no token. Choices, capacity and the order in which a token's results are added
+# do not depend on the parts. Each part needs kernels and messages of its own, so parts pay if
+# messages are long, and if an expert's rows of a part still fill a GPU.
 #
 # Before a layer waits for rows, it calls hand_over(), if it has one. That call runs a pass of
 # another microbatch (pipeline.py), and returns when that pass has to wait for rows of its own.
@@ -931,11 +923,10 @@ class _Post(torch.autograd.Function):
 class _Await(torch.autograd.Function):
     """Wait for rows. Backward begins to send their gradients back.
 
-    Autograd insists that the gradient of an input has the input's shape, which is that of the rows
-    received in forward. But the gradients that arrive in backward are those of the rows sent: if 3
-    rows were sent and 4 received, _Await's input has 4 rows, and 3 gradients arrive. So backward
-    returns the gradient that it sends, as a placeholder that _Post ignores. What arrives is left in
-    the Journey, which both share, and _Post returns it.
+    Autograd requires an input's gradient to have the input's shape. If 3 rows were sent in forward
+    and 4 received, _Await's input has 4 rows; but in backward it sends 4 gradients, and 3 arrive.
+    So backward returns the 4 gradients that it sends, as a placeholder that _Post ignores. The 3
+    that arrive are left in the Journey, which both share, and _Post returns them.
     """
 
     @staticmethod

@@ -5,8 +5,8 @@ one stage, so the model can be larger than the memory of a GPU. Ranks send littl
 the next rank, and their gradients to the previous one.
 
 If a batch passes through in one piece, only one stage works at a time. If the batch is cut into m
-microbatches, the stages work side by side. A rank is idle at the start, until the first microbatch
-has passed the stages before its own, and at the end, while the last gradients pass these stages. In
+microbatches, the stages work side by side. At the start, a rank is idle until the first microbatch
+reaches its stage. At the end, it is idle while the last gradient goes on to earlier stages. In
 between, it may wait for gradients. This idle time is called the bubble. Here are p = 3 stages and
 m = 5 microbatches. Each row is a rank. F2 is the forward of microbatch 2, and takes one slot of
 time; B2B2 is its backward, and takes two. A message takes no time, and dots are idle:
@@ -21,11 +21,8 @@ The bubble is the same. If a stage's forward takes the time F and its backward B
 without a pause, and its last gradient still has p-1 backwards to go through. The other ranks do the
 same work, m(F+B), in the same step, so they are idle for as long. The bubble is (p-1)/m of this
 work, or (p-1)/(m+p-1) of the whole step. 1F1B saves memory: rank r, counted from 0, holds
-activations of at most min(m, p - r) microbatches, here 3, 2 and 1. GPipe holds all m = 5; in the
-paper it keeps only the inputs of stages, and computes the rest again in backward. If messages take
-time, but travel while ranks compute, 1F1B is slower than GPipe, since each round of its steady
-phase waits for them. In the plain forms below, ranks wait for every exchange, and 1F1B makes fewer.
-Below the line "upper floor" stand other schedules, which also shorten the bubble.
+activations of at most min(m, p - r) microbatches, here 3, 2 and 1. GPipe holds all m = 5. Below the
+line "upper floor" stand other schedules, which also shorten the bubble.
 
 Microbatches do not change the result of layers that treat each sample by itself, such as attention
 and LayerNorm. BatchNorm would use the mean and variance of a microbatch instead of the batch's.
@@ -36,7 +33,7 @@ It sends       per microbatch, activations to the next stage and a gradient to t
                each has b s h elements (microbatch size, sequence length, width)
 Overlap        on the upper floor, messages travel while ranks compute, and a rank begins to receive
                before it needs the data. In 1F1B, ranks still wait for some messages, because a rank
-               often needs what its neighbour has just made
+               often needs what its neighbour has just made. GPipe hides more of them
 PyTorch's      torch.distributed.pipelining has GPipe, 1F1B, interleaved 1F1B, ZB-V, DualPipeV and
                others, and also cuts models into stages. By default, it divides gradients by the
                number of microbatches; here loss_fn returns a microbatch's share of the loss
@@ -166,8 +163,9 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     def swap(peer, sent, wanted):
         """Send a tensor to a peer and receive one like `wanted`, in one exchange.
 
-        One of them may be None, or both. Returns what was received. At the ends of the pipeline
-        there is no peer, and nothing happens.
+        `sent` is None if there is nothing to send, and `wanted` if there is nothing to receive.
+        Returns what was received, or None. At the ends of the pipeline there is no such peer, and
+        nothing happens.
         """
         if not 0 <= peer <= last:
             return None
@@ -316,6 +314,9 @@ class Schedule(list):
                 self.made[Action(kind, microbatch, chunk), source] = transfer
                 self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
 
+    # The next three methods say what needed, made and the rows say, until pairs change them: see
+    # PairedSchedule.
+
     def before(self, action, rank):
         """Return a list of what must have arrived when an action begins: what it needs, if any."""
         return [self.needed[action, rank]] if (action, rank) in self.needed else []
@@ -443,16 +444,16 @@ def _actions(letters, *microbatches):
     If there is none, the letter is skipped: "FBFBFB" is F0 B0 F1 B1 for two microbatches.
     """
     actions = []
-    turns = Counter()
+    counts = Counter()  # how often each of F, I and W has been spelled for each chunk
     for letter in letters:
         kind = letter.upper()
         chunk = int(letter.islower())
         halves = "IW" if kind == "B" else kind
-        turn = turns[halves[0], chunk]
-        if turn < len(microbatches[chunk]):
-            actions.append(Action(kind, microbatches[chunk][turn], chunk))
+        index = counts[halves[0], chunk]
+        if index < len(microbatches[chunk]):
+            actions.append(Action(kind, microbatches[chunk][index], chunk))
         for half in halves:
-            turns[half, chunk] += 1
+            counts[half, chunk] += 1
     return actions
 
 
@@ -613,11 +614,11 @@ def _dualpipe_letters(rank, p, per_end):
     """
     depth = min(rank, p - 1 - rank)  # the distance to the nearer end, here 1
     inner = p // 2 - 1 - depth  # the ranks between this one and the middle, here 2
-    # Step 6 is "bBbB" with its second half divided: bB, and iI, whose Ws come later.
+    # Step 6 goes backward with bBbB, and divides the second half: whole = bB, divided = iI.
     backwards = "bB" * (depth + 1)
     whole = backwards[: depth + 1]
     divided = backwards[depth + 1 :].replace("b", "i").replace("B", "I")
-    # The Ws of these Is and of those in step 7, in the same order: wW WW.
+    # The Ws that the Is of steps 6 and 7 leave, in the order of the Is: wW and WW.
     deferred = (divided + "I" * inner).replace("i", "w").replace("I", "W")
     letters = (
         "F" * (2 * inner)  # 1, FFFF: fill the ranks up to the middle
@@ -654,7 +655,8 @@ class ScheduleKind(NamedTuple):
     v: into how many chunks a rank's share of the model is cut, or None if the caller chooses. A
         forward of one chunk takes F/v. dualpipe's ranks have two chunks, but each is a whole stage,
         of another replica of the model, so v is 1.
-    is_staggered: whether claim() counts a rank's idle time from its first to its last action only.
+    is_staggered: whether ranks begin the next step while others finish this one. If so, claim()
+        counts a rank's idle time from its first to its last action only.
     """
 
     make: Callable
@@ -702,7 +704,7 @@ def claim(
         chunk); weight is the part of backward that is W. The comments say for which times the
         bubble holds.
 
-    The peak of zb-v is this at most if m < 2p.
+    If m < 2p, the peak of zb-v is an upper bound.
     """
     p = num_stages
     m = num_microbatches
@@ -718,12 +720,12 @@ def claim(
         "gpipe": Claim((p - 1) * (F + B), m, True),
         "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
         "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
-        # if W <= F and W <= I; for zb-h2, the bubble is this at most
+        # if W <= F and W <= I; for zb-h2, the bubble is an upper bound
         "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
         "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
-        # this at most, if W <= F <= I
+        # an upper bound, if W <= F <= I
         "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
-        # this at most, if F <= B and W <= I
+        # upper bounds, if F <= B and W <= I
         "dualpipe": Claim(
             (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
         ),
@@ -839,7 +841,7 @@ def program(schedule, rank):
     """
     transfers = simulate(schedule, message=SHORT).transfers
     unposted = deque(t for t in transfers if rank in (t.source, t.destination))
-    most = len(schedule)  # pending receives, and sends up to one more, whose memory this bounds
+    most = len(schedule)  # a limit on pending receives and sends, which bounds their memory
     made = set()
     sent = deque()
     arriving = set()
@@ -847,7 +849,8 @@ def program(schedule, rank):
     def post(needed=None):
         """Post the next transfers, up to a send that is not made, or a receive that is too early.
 
-        needed: the transfer that the next action needs; its receive is never too early.
+        needed: the transfer that the next action needs. No receive up to it is too early. After an
+            action it is None, and receives are too early while `most` of them are pending.
         """
         while unposted:
             transfer = unposted[0]
@@ -894,9 +897,9 @@ class WeightGradStore:
     The store is open during an I. A layer may then call put(parameter, product) and return no
     gradient for the parameter; W calls product() to compute it.
 
-    accumulates: true in B, I and W, in which layers of tensor_parallel.py save passes over a
-        weight's gradient: they add it to .grad and return none. Hooks that wait for the gradient
-        run in any case, but no hook may call torch.autograd.grad().
+    accumulates: true in B, I and W. The layers of tensor_parallel.py then add a weight's gradient
+        to .grad themselves, and return none to autograd, which saves a buffer. Hooks that wait for
+        the gradient run in any case, but no hook may call torch.autograd.grad().
     """
 
     products = None
@@ -1007,11 +1010,10 @@ def _add_products(products):
 # On the last stage F also computes the loss from the output, and B begins at the loss.
 #
 # With data parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or in
-# FullyShardedDataParallel (zero.py), which reduces gradients over replicas in a backward outside
-# no_sync(). So one B or W of a stage runs outside, the last one, or each if sync_each is true. The
-# others run in no_sync(), as do all actions of a step() that the caller runs in no_sync(). If the
-# schedule has Ws, the caller must call the wrapper's finish_grad_sync() after a step() outside
-# no_sync(), to wait for the reductions.
+# FullyShardedDataParallel (zero.py). The wrapper reduces gradients over replicas in every backward
+# outside no_sync(). So Pipeline runs only the last B or W of a stage outside no_sync(), or each of
+# them if sync_each is true. If the caller runs step() in no_sync(), all of them stay inside. If the
+# schedule has Ws, the caller must call finish_grad_sync() after a step() that reduces.
 
 
 class Pipeline:
@@ -1269,12 +1271,14 @@ class PairedSchedule(Schedule):
 def pair_up(schedule):
     """Return the PairedSchedule whose pairs are each F and the B of another chunk that follows it.
 
-    dualpipe() and dualpipe_v() still finish with pairs, which are what DualPipe is for. Their
-    bubbles are then at most what claim() returns if F <= I, and otherwise longer by up to
-    (p/2-1)(F-I), for dualpipe_v (p-1)(F-I)/2. A pair pays only if its passes take less time in
-    turns than one after the other, as they do if messages take long. 1F1B gets no pairs, because
-    its F and the next B are of one chunk, on the last rank even of one microbatch. For pairs, it
-    would need a warm-up of 2(p-r)-1 forwards in place of p-r-1, and hold twice the activations.
+    dualpipe() and dualpipe_v() are made for pairs, and no rank waits forever with them. A pair pays
+    only if its passes take less time in turns than one after the other, as they do if messages take
+    long. If F <= I, the bubbles with pairs are at most what claim() returns. Otherwise they are
+    longer by up to (p/2-1)(F-I), for dualpipe_v by up to (p-1)(F-I)/2.
+
+    1F1B gets no pairs, because its F and the next B are of one chunk, on the last rank even of one
+    microbatch. For pairs, its warm-up would need 2(p-r)-1 forwards in place of p-r-1, and a rank
+    would hold twice the activations.
     """
     pairs = {}
     for rank, actions in enumerate(schedule):
@@ -1309,7 +1313,7 @@ class Turns:
     """
 
     def __init__(self, device=None):
-        self.device = torch.device(device or torch.get_default_device())
+        self.device = torch.get_default_device() if device is None else torch.device(device)
         self.may_run = []  # a semaphore for each pass; 0 is the forward, 1 the backward
         self.states = []  # the random states of each pass
         self.running = 0  # passes that have begun and not ended
@@ -1486,8 +1490,6 @@ def _compare(num_stages, num_microbatches):
     print(f"{num_stages} stages, {num_microbatches} microbatches; F = 1, B = 2, of which W = 1\n")
     print(f"{'':12}{'bubble':>18}{'peak activations':>24}{'total':>9}")
     print(f"{'':12}{'claimed simulated':>18}{'claimed simulated':>24}")
-    is_any_missing = False
-    paired = []
     for name in SCHEDULES:
         try:
             bubble, peak, total = measure(name, num_stages, num_microbatches)
@@ -1497,13 +1499,8 @@ def _compare(num_stages, num_microbatches):
         claimed = claim(name, num_stages, num_microbatches)
         text = f"{claimed.bubble:.1f}" if claimed.holds else "-"
         print(f"{name:12}{text:>8}{bubble:10.1f}{claimed.peak:14.1f}{peak:10.1f}{total:9.1f}")
-        is_any_missing = is_any_missing or not claimed.holds
-        if claimed.holds and claimed.bubble > bubble:
-            paired.append(name)
-    if paired:
-        print(f"\n{', '.join(paired)}: {PAIRED}")
-    if is_any_missing:
-        print("\n-: the formula does not hold for so few microbatches")
+    print(f"\ndualpipe, dualpipe-v: {PAIRED}")
+    print("-: the formula does not hold for so few microbatches")
 
 
 def main():

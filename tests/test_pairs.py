@@ -232,6 +232,14 @@ def test_both_passes_have_the_modes_of_the_thread_and_on_a_gpu_its_stream_and_ge
     assert restored[0] == (1, "cuda:1") and restored[1] == (0, "cuda:1") and len(restored) == 3
 
 
+def test_device_0_is_an_accelerator_and_not_the_default_device():
+    if torch.accelerator.is_available():
+        assert Turns(0).device == torch.device(0)
+    else:
+        with pytest.raises(RuntimeError, match="accelerator"):
+            Turns(0)
+
+
 # ---- a layer of experts --------------------------------------------------------------------------
 
 
