@@ -219,7 +219,8 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "autograd does not see Ulysses' all-to-all | 2 | --cp 2 --cp-method ulysses":
         everywhere("all_to_all_in_group", unseen_by_autograd),
     "autograd does not see the all-to-all of experts | 2 | --dp 2 --experts 4 --ep 2":
-        everywhere("all_to_all_in_group", unseen_by_autograd),
+        put(expert_parallel.Journey, "post",
+            lambda right: lambda self, rows: right(self, rows.detach())),
     "gradients of different experts are summed | 2 | --dp 2 --experts 4 --ep 2 --zero 0":
         with_home(1, dp_group="dp_cp_group"),
     "gradients of experts are averaged over ep | 2 | --dp 2 --experts 4 --ep 2":
