@@ -500,12 +500,10 @@ def make_mesh(args, groups=None, device=torch.device("cpu")):
                 groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
             if rank in ranks:
                 own[name] = groups[key]
-    for group in dict.fromkeys(own.values()):
-        nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
-        sizes = {nodes.count(node) for node in nodes}
-        set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
-        if args.collectives == "backend":
-            set_backend_collectives(group)
+        if name in own:
+            set_ranks_per_node(ranks_on_one_node(slices, args.per_node), own[name])
+            if args.collectives == "backend":
+                set_backend_collectives(own[name])
     barrier()  # no rank may end, and close its connections, while others still make theirs
     return Mesh(**own)
 
@@ -527,6 +525,18 @@ def make_group(ranks, timeout, gpu=None):
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # new_group() warns if it differs
     return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
+
+
+def ranks_on_one_node(slices, per_node):
+    """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
+
+    The order in which a group sums depends on it. All groups of an axis must sum in the same order,
+    since copies of a weight need equal bits. With tp 4 and 6 ranks per node, ranks 0 to 3 share a
+    node and ranks 4 to 7 are on two, so it is 1 for both groups.
+    """
+    nodes = slices // per_node
+    sizes = {size for row in nodes.tolist() for size in Counter(row).values()}
+    return min(sizes) if len(sizes) == 1 else 1
 
 
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
