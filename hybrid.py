@@ -33,12 +33,11 @@ Overlap        pp   activations travel while other microbatches compute
 PyTorch's      DTensor over a DeviceMesh combines all axes but pp. Here all tensors are plain
 
 A layout is a choice of these four sizes, of ep, of ZeRO's stage, of the pipeline's schedule and of
---sp. With four exceptions, every layout computes what one process does, up to rounding. The loss is
-the sum of the token losses divided by the *global* number of tokens, so gradients are summed and
-never averaged. Initial weights depend only on the model and the seed, and a batch only on its
-shape, the data, the step and the seed. The exceptions, which depend on the layout, are dropout
-masks, the tokens that full experts drop, the experts that --topk-nodes rules out, and balance
-losses, which are computed for each microbatch.
+--sp. Every layout computes what one process does, up to rounding. The loss is the sum of the token
+losses divided by the *global* number of tokens, so gradients are summed and never averaged. Initial
+weights depend only on the model and the seed, and a batch only on its shape, the data, the step and
+the seed. Four things do depend on the layout: dropout masks, the tokens that full experts drop, the
+experts that --topk-nodes rules out, and balance losses, which are computed for each microbatch.
 
 The model is GPT-2 (Radford et al., 2019), down to its parameters' names, or Llama (Touvron et al.,
 2023) under the same names. The grid of pp, dp and tp is from Narayanan et al., "Efficient
@@ -325,10 +324,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     plain_weights(), plain_part()      initialize(), set_shard(): no rank has a whole weight
 #     PlainStage, PlainLayer             GPT, Block
 #
-# The sections stand in the order in which to read them: "the loop" calls a step, which sends over
-# the groups of "mesh" what "where each parameter lives" says. After "one step" comes what a step
-# works with: wrapped chunks, optimizer, model, stages, and initial values. The technique ends at
-# "services". Four words are used in all sections:
+# The sections stand in the order in which to read them, and the technique ends at "services". Four
+# words are used in all of them:
 #
 #     stage      consecutive layers. The first stage also has the embeddings, the last one the head
 #     chunk      the module of a stage. Some schedules, such as DualPipe, give a rank several chunks
@@ -372,8 +369,8 @@ GARBAGE_EVERY = 50
 def train(args, device):
     """Train, from the last checkpoint if there is one, and validate. Collective.
 
-    Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving.
-    A save that is under way ends first.
+    All but trainer.step() serves a long run, see "services". Raises TrainingError if I/O or a step
+    fails and, with --checkpoint, on SIGTERM after saving. A save that is under way ends first.
     """
     on_all_ranks(check_memory, args, device)
     data, data_digest = read_data(args)
@@ -510,9 +507,9 @@ def make_group(ranks, timeout, gpu=None):
 def ranks_on_one_node(slices, per_node):
     """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
 
-    The order in which a group sums depends on it. All groups of an axis must sum in the same order,
-    since copies of a weight need equal bits. With tp 4 and 6 ranks per node, ranks 0 to 3 share a
-    node and ranks 4 to 7 are on two, so it is 1 for both groups.
+    Copies of a weight get equal bits only if all groups of an axis sum in the same order, which
+    depends on this number. With tp 4 and 6 ranks per node, ranks 0 to 3 share a node and 4 to 7 are
+    on two, so it is 1 for both groups.
     """
     nodes = slices // per_node
     sizes = {size for row in nodes.tolist() for size in Counter(row).values()}
@@ -530,16 +527,11 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     dp_cp_groups = differing(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
     # An ep_group is a run of in_dp_cp neighbours of dp x cp, each with a run of in_tp neighbours of
-    # tp. With tp 2 and ep 4 on 8 ranks, both are 2, and the groups are 0 1 2 3 and 4 5 6 7.
+    # tp. With tp 2 and ep 4 on 8 ranks, both are 2, and the groups are 0 1 2 3 and 4 5 6 7. Dims of
+    # `runs`: 0 pp, 1 which run of dp x cp, 2 where in it, 3 which run of tp, 4 where in it.
     in_tp = math.gcd(ep, tp)
     in_dp_cp = ep // in_tp
-    runs = grid.view(
-        pp,
-        dp * cp // in_dp_cp,  # 1: which run of dp x cp
-        in_dp_cp,  # 2: where in this run
-        tp // in_tp,  # 3: which run of tp
-        in_tp,  # 4: where in this run
-    )
+    runs = grid.view(pp, dp * cp // in_dp_cp, in_dp_cp, tp // in_tp, in_tp)
     ep_groups = differing(runs, 2, 4)
     expert_dp_groups = differing(runs, 1)
     expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
@@ -971,9 +963,6 @@ def check_vocabulary(inputs, targets, size):
 #     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. From here on its
 #                       parameters are pieces, which together have half of its elements
 #     make_optimizer()  AdamW, which updates the pieces
-#
-# With `--schedule interleaved` it gets two chunks, for stages 0 and 2 of 4. With `--schedule
-# dualpipe`, they are for stage 0 of one replica and stage 1 of the other.
 
 
 CP_METHODS = {
@@ -1012,14 +1001,13 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
 
 
 def stages_of(rank, routes):
-    """Return the stage of each chunk of a rank. routes: those of a schedule, such as:
+    """Return the stage of each chunk of a rank.
 
         routes                                               rank 0    rank 1
         [(0, 0), (1, 0), (0, 1), (1, 1)]    interleaved      [0, 2]    [1, 3]
         [(0, 0), (1, 0)], [(1, 1), (0, 1)]  DualPipe         [0, 1]    [1, 0]
 
-    A route has a place for each stage, in the order in which a microbatch visits them: (rank of pp,
-    number of the chunk on that rank).
+    routes: those of a schedule. A route says where each stage is: (rank of pp, its chunk's number).
     """
     stages = {}
     for route in routes:
