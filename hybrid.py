@@ -33,12 +33,11 @@ Overlap        pp   activations travel while other microbatches compute
 PyTorch's      DTensor over a DeviceMesh combines all axes but pp. Here all tensors are plain
 
 A layout is a choice of these four sizes, of ep, of ZeRO's stage, of the pipeline's schedule and of
---sp. With four exceptions, every layout computes what one process does, up to rounding. The loss is
-the sum of the token losses divided by the *global* number of tokens, so gradients are summed and
-never averaged. Initial weights depend only on the model and the seed, and a batch only on its
-shape, the data, the step and the seed. The exceptions, which depend on the layout, are dropout
-masks, the tokens that full experts drop, the experts that --topk-nodes rules out, and balance
-losses, which are computed for each microbatch.
+--sp. Every layout computes what one process does, up to rounding. The loss is the sum of the token
+losses divided by the *global* number of tokens, so gradients are summed and never averaged. Initial
+weights depend only on the model and the seed, and a batch only on its shape, the data, the step and
+the seed. Four things do depend on the layout: dropout masks, the tokens that full experts drop, the
+experts that --topk-nodes rules out, and balance losses, which are computed for each microbatch.
 
 The model is GPT-2 (Radford et al., 2019), down to its parameters' names, or Llama (Touvron et al.,
 2023) under the same names. The grid of pp, dp and tp is from Narayanan et al., "Efficient
@@ -325,37 +324,13 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     plain_weights(), plain_part()      initialize(), set_shard(): no rank has a whole weight
 #     PlainStage, PlainLayer             GPT, Block
 #
-# The sections stand in the order in which to read them: "the loop" calls a step, which sends over
-# the groups of "mesh" what "where each parameter lives" says. After "one step" comes what a step
-# works with: wrapped chunks, optimizer, model, stages, and initial values. The technique ends at
-# "services".
-#
-# Terms, each with one meaning from here on:
+# The sections stand in the order in which to read them, and the technique ends at "services". Four
+# words are used in all of them:
 #
 #     stage      consecutive layers. The first stage also has the embeddings, the last one the head
 #     chunk      the module of a stage. Some schedules, such as DualPipe, give a rank several chunks
-#     place      (rank of pp, number of the chunk on that rank): where a stage is
-#     route      the places that a microbatch visits, one per stage. DualPipe has two routes
 #     replica    a complete model: one for each dp rank, and two in a pipeline of DualPipe
-#     whole      a parameter as one process would have it
-#     part       the rows, columns or experts of a whole that tp or ep gives to a rank. A Shard says
-#                which they are. If nothing splits a parameter, the part is the whole
-#     shard      an equal share of a flat tensor into which ZeRO packs the parts of many parameters
-#     piece      the elements of one part that lie in this rank's shard, possibly none
 #     copy       the same elements of a parameter on another rank, or in another chunk
-#     box        a rectangular block of a tensor. Checkpoints store parts and pieces as boxes
-#     home       the groups that split, cut and sum a parameter. Experts have a home of their own
-
-CP_METHODS = {
-    "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
-}  # fmt: skip
-WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.v is None]
-WITH_PAIRS = ["dualpipe", "dualpipe-v"]
-IGNORE_INDEX = -100  # a target that does not count
-# Steps between collections of cyclic garbage. main() disables Python's own, which would happen at
-# different moments on each rank: a rank that pauses inside a step keeps all others waiting. Steps
-# leave no tensors in cycles, so collecting seldom takes no more memory.
-GARBAGE_EVERY = 50
 
 # ---- the loop ------------------------------------------------------------------------------------
 #
@@ -386,19 +361,23 @@ GARBAGE_EVERY = 50
 #       Saver.save(), validate()               see there
 
 
+# Steps between collections of cyclic garbage, which main() leaves to train(): Python itself would
+# collect at a different moment on each rank, and a rank that pauses in a step keeps all waiting.
+GARBAGE_EVERY = 50
+
+
 def train(args, device):
     """Train, from the last checkpoint if there is one, and validate. Collective.
 
-    Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving.
-    A save that is under way ends first.
+    All but trainer.step() serves a long run, see "services". Raises TrainingError if I/O or a step
+    fails and, with --checkpoint, on SIGTERM after saving. A save that is under way ends first.
     """
     on_all_ranks(check_memory, args, device)
     data, data_digest = read_data(args)
     prompt = on_all_ranks(prompt_of, args, data, prefix="--prompt: ")
     trainer = Trainer(args, make_mesh(args, device=device), device)
     saver = Saver(trainer, args.checkpoint, data_digest) if args.checkpoint else None
-    # The thread of `reader` makes the next batch during a step, as the data may be on a slow disk.
-    # At the end, saver waits for its save.
+    # `reader` makes the next batch during a step. At the end, saver waits for its save.
     with ThreadPoolExecutor(1) as reader, saver or nullcontext():
         if saver is not None:
             resume(trainer, saver.folder, data_digest)
@@ -474,12 +453,10 @@ GRADIENT_GROUPS = {  # over which DDP and ZeRO sum gradients
 def make_mesh(args, groups=None, device=torch.device("cpu")):
     """Create all groups of the grid and return this process's Mesh. Collective.
 
-    All ranks take part in creating a group, also those outside it. They create all groups in the
-    same order, that of slices_of(), so none waits for a rank that is creating another group.
-
-    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. But
-    gradients have groups of their own, because the operations of a group run in order, and layers'
-    messages should not wait for gradients. groups: those of earlier meshes, to be used again.
+    Every rank creates every group, also those that it is not in, in the order of slices_of(). Names
+    with the same ranks share a group, since on GPUs a group takes memory for each peer. But
+    gradients have groups of their own: the operations of a group run in order, and layers' messages
+    should not wait for gradients. groups: those of earlier meshes, to be used again.
     """
     rank = dist.get_rank()
     groups = {} if groups is None else groups
@@ -494,18 +471,16 @@ def make_mesh(args, groups=None, device=torch.device("cpu")):
             is_alone = len(ranks) == 1
             if is_alone and rank not in ranks:
                 continue  # a group of one is created by its rank alone
-            # The same ranks have up to two groups: one for gradients, one for all other messages.
+            # up to two groups of the same ranks: for gradients, and for all other messages
             key = ranks, name in for_gradients and not is_alone
             if key not in groups:
                 groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
             if rank in ranks:
                 own[name] = groups[key]
-    for group in dict.fromkeys(own.values()):
-        nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
-        sizes = {nodes.count(node) for node in nodes}
-        set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
-        if args.collectives == "backend":
-            set_backend_collectives(group)
+        if name in own:
+            set_ranks_per_node(ranks_on_one_node(slices, args.per_node), own[name])
+            if args.collectives == "backend":
+                set_backend_collectives(own[name])
     barrier()  # no rank may end, and close its connections, while others still make theirs
     return Mesh(**own)
 
@@ -529,6 +504,18 @@ def make_group(ranks, timeout, gpu=None):
     return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
 
 
+def ranks_on_one_node(slices, per_node):
+    """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
+
+    Copies of a weight get equal bits only if all groups of an axis sum in the same order, which
+    depends on this number. With tp 4 and 6 ranks per node, ranks 0 to 3 share a node and 4 to 7 are
+    on two, so it is 1 for both groups.
+    """
+    nodes = slices // per_node
+    sizes = {size for row in nodes.tolist() for size in Counter(row).values()}
+    return min(sizes) if len(sizes) == 1 else 1
+
+
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     """Cut the grid (pp, dp, cp, tp) into groups. Return {name in Mesh: ranks}, one row per group.
 
@@ -539,13 +526,13 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     dp_cp_groups = differing(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # Cut dp x cp into runs of in_dp_cp neighbours and tp into runs of in_tp. An ep_group is one run
-    # of each: with tp 2 and ep 4 on 8 ranks, 0 1 2 3 and 4 5 6 7 are two runs of dp x cp, with all
-    # of tp. The dims of `runs` are pp, then the run and the index in it, for dp x cp and for tp.
+    # An ep_group is a run of in_dp_cp neighbours of dp x cp, each with a run of in_tp neighbours of
+    # tp. With tp 2 and ep 4 on 8 ranks, both are 2, and the groups are 0 1 2 3 and 4 5 6 7. Dims of
+    # `runs`: 0 pp, 1 which run of dp x cp, 2 where in it, 3 which run of tp, 4 where in it.
     in_tp = math.gcd(ep, tp)
     in_dp_cp = ep // in_tp
     runs = grid.view(pp, dp * cp // in_dp_cp, in_dp_cp, tp // in_tp, in_tp)
-    ep_groups = differing(runs, 2, 4)  # the two indices tell which experts a rank holds
+    ep_groups = differing(runs, 2, 4)
     expert_dp_groups = differing(runs, 1)
     expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
     return {
@@ -585,11 +572,17 @@ def across_runs(groups, count):
 
 # ---- where each parameter lives ------------------------------------------------------------------
 #
-# If a parameter is split over a group, each rank of the group has another part of it. A gradient is
-# summed over the ranks that have the same part and have used it for other tokens. Among those of
-# dp x cp, ZeRO also divides the part's optimizer state, gradient or weight. Weights are stored as
-# (outputs, inputs), so a column-parallel layer splits rows. In braces, the table shows which ranks
-# these are for rank 0 of 8 with `--pp 2 --tp 2 --sp`, so that dp is 2:
+# Four words say how much of a parameter is meant:
+#
+#     whole      a parameter as one process would have it
+#     part       the rows, columns or experts of a whole that tp or ep gives to a rank. A Shard says
+#                which they are. If nothing splits a parameter, the part is the whole
+#     shard      an equal share of a flat tensor into which ZeRO packs the parts of many parameters
+#     piece      the elements of one part that lie in this rank's shard, possibly none
+#
+# A gradient is summed over the ranks that have the same part and have used it for other tokens.
+# Weights are stored as (outputs, inputs), so a column-parallel layer splits rows. In braces are the
+# ranks for rank 0 of 8 with `--pp 2 --tp 2 --sp`, so that dp is 2:
 #
 #     parameter                  split over            its gradient is summed over
 #     wte, lm_head               tp {0 1}, by rows     dp x cp {0 2}, and if tied, both stages {0 4}
@@ -602,10 +595,14 @@ def across_runs(groups, count):
 # With DualPipe, gradients are also summed over the two ranks of pp that hold the same stage.
 # tests/tools/placement.py prints the table for a rank of any layout.
 #
-# These facts are declared on the module that has the parameter: its part by set_shard() (of experts
-# by make_moe()), the sum over tp by mark_sum_over_tp(), home and initial value by declare(), and a
-# tied weight by GPT.copies. placements_of() collects them in Placements, which are read by
-# initialize(), wrap(), the sums and the norm of gradients, and checkpoints.
+# Each fact is declared on the module that has the parameter:
+#
+#     set_shard()           its part, in tensor_parallel.py; for experts, make_moe() does
+#     mark_sum_over_tp()    that its gradient is summed over tp
+#     declare()             its initial value, and whether it belongs to experts
+#     GPT.copies            which name is a copy of a tied weight
+#
+# placements_of() collects them in Placements. All that follows, checkpoints too, reads only these.
 
 
 @dataclass(frozen=True, eq=False)
@@ -723,6 +720,8 @@ def placements_of(chunks, homes, replicated):
 
 # ---- one step ------------------------------------------------------------------------------------
 
+IGNORE_INDEX = -100  # a target that does not count
+
 
 class Trainer:
     """One rank's share of the training, given its Args (see "flags") and its Mesh.
@@ -758,7 +757,7 @@ class Trainer:
         self.mixtures = {}
         for chunk in self.chunks:
             for i, layer in chunk.transformer["h"].items():
-                if isinstance(layer.mlp, MoE):  # layers e - 1, 2e - 1, ... for e = --moe-every
+                if isinstance(layer.mlp, MoE):  # with --moe-every 2, layers 1, 3, 5: rows 0, 1, 2
                     self.mixtures[int(i) // args.moe_every] = layer.mlp
         self.stages = wrap(args, self.homes, self.chunks, self.placements)
         self.optimizer = make_optimizer(args, self.parameters())
@@ -807,8 +806,8 @@ class Trainer:
         scalars = {"loss": loss, "grad_norm": norm}
         if args.experts:
             scalars |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        # The host waits for the device here. Elsewhere in a step it waits only in layers with
-        # experts, and in update() for an optimizer that is not fused.
+        # Here the host waits for the device. Elsewhere it does so only in layers with experts, and
+        # in update() for an optimizer that is not fused.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             # all ranks come here or none, since sums have equal bits on all ranks
@@ -935,7 +934,7 @@ def seed_dropout(seed, step, mesh):
 @torch.no_grad()
 def sum_tallies(mixtures, args, mesh, device):
     """Return a row for each layer with experts: its tally, summed over ranks. Reset the tallies."""
-    sizes = args.layers // args.moe_every, args.experts + 3
+    sizes = args.layers // args.moe_every, args.experts + 3  # those of MoE.tally
     tallies = torch.zeros(sizes, dtype=torch.float64, device=device)
     for row, layer in mixtures.items():
         tallies[row].copy_(layer.tally)
@@ -964,9 +963,13 @@ def check_vocabulary(inputs, targets, size):
 #     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. From here on its
 #                       parameters are pieces, which together have half of its elements
 #     make_optimizer()  AdamW, which updates the pieces
-#
-# With `--schedule interleaved` it gets two chunks, for stages 0 and 2 of 4. With `--schedule
-# dualpipe`, they are for stage 0 of one replica and stage 1 of the other.
+
+
+CP_METHODS = {
+    "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
+}  # fmt: skip
+WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.v is None]  # --chunks per rank
+WITH_PAIRS = ["dualpipe", "dualpipe-v"]  # may compute a forward and a backward together: --overlap
 
 
 def make_chunks(args, mesh, device, routes, positions, deferred):
@@ -998,11 +1001,13 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
 
 
 def stages_of(rank, routes):
-    """Return the stage of each chunk of a rank. routes: those of a schedule.
+    """Return the stage of each chunk of a rank.
 
         routes                                               rank 0    rank 1
         [(0, 0), (1, 0), (0, 1), (1, 1)]    interleaved      [0, 2]    [1, 3]
         [(0, 0), (1, 0)], [(1, 1), (0, 1)]  DualPipe         [0, 1]    [1, 0]
+
+    routes: those of a schedule. A route says where each stage is: (rank of pp, its chunk's number).
     """
     stages = {}
     for route in routes:
@@ -1100,12 +1105,10 @@ def make_optimizer(args, parameters):
 def adamw(args, groups):
     """Create AdamW. Another optimizer may stand here instead.
 
-    It must update each element by itself, unless nothing is cut, and all that it keeps from step to
+    It must update each element by itself, unless nothing is cut. All that it keeps from step to
     step must be in its state: tensors that have their weight's shape, and "step", the number of
-    steps. Checkpoints have nothing else, see require_savable().
-
-    A class whose option `fused` is true takes found_inf, a tensor, in step(): it changes nothing
-    where that is 1, so the host need not wait. For any other class the host waits, see update().
+    steps. Checkpoints have nothing else, see require_savable(). If its option `fused` is true, its
+    step() must change nothing where found_inf is 1, see update().
     """
     dtype = torch.bfloat16 if args.moments == "bf16" else torch.get_default_dtype()
     return AdamW(
@@ -1115,11 +1118,20 @@ def adamw(args, groups):
 
 
 # ---- model ---------------------------------------------------------------------------------------
+#
+# The two blocks, for a token at position t:
+#
+#                    --block gpt2                     --block llama
+#     norms          LayerNorm                        RMSNorm
+#     positions      wpe[t] is added to wte[token]    each layer rotates q and k by an angle ~ t
+#     MLP, expert    W_out gelu(W_in x)               W_out (silu(W_gate x) * W_up x), "SwiGLU"
+#     biases         in all layers but experts        none
+#     head           the embedding's weight           a weight of its own
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What defines a GPT. Args, under "flags", says what each field means.
+    """What defines a GPT, and how its layers save memory. Args adds the flags of a run.
 
     Letters in the shapes of what a rank computes:
 
@@ -1134,21 +1146,21 @@ class GPTConfig:
     seq_len: int = 64
     vocab_size: int = 256
     dropout: float = 0.0
-    kv_heads: int | None = None
-    ffn: int | None = None
-    block: str = "gpt2"
-    rope_theta: float = 10000.0
-    head: str | None = None
-    experts: int = 0
-    top_k: int = 2
-    shared_experts: int = 0
-    capacity_factor: float | None = None
-    balance: str = "aux"
-    moe_every: int = 1
-    topk_nodes: int | None = None
-    sp: bool = False
-    recompute: str = "none"
-    recompute_layers: int = 1
+    kv_heads: int | None = None  # heads of keys and values, as many as queries' if None
+    ffn: int | None = None  # mlp_width, or None for 4 hidden
+    block: str = "gpt2"  # or "llama"
+    rope_theta: float = 10000.0  # see RotaryPositions
+    head: str | None = None  # "tied", "untied", or None for the block's usual one
+    experts: int = 0  # of a layer; 0 for an MLP
+    top_k: int = 2  # experts of a token
+    shared_experts: int = 0  # which every token uses, besides its top_k
+    capacity_factor: float | None = None  # largest load of an expert / mean load
+    balance: str = "aux"  # loads by losses; or "bias" of the router, or "none"
+    moe_every: int = 1  # one layer in this many has experts
+    topk_nodes: int | None = None  # nodes whose experts a token may use, or None for all
+    sp: bool = False  # tp also divides the activations between matrices
+    recompute: str = "none"  # in backward: "selective" for attention, "full" for layers
+    recompute_layers: int = 1  # which "full" recomputes as one
 
     @property
     def mlp_width(self):
@@ -1177,16 +1189,6 @@ class GPTConfig:
 def usual_head(block):
     """Return the default of --head."""
     return "untied" if block == "llama" else "tied"
-
-
-# The two blocks, for a token at position t:
-#
-#                    --block gpt2                     --block llama
-#     norms          LayerNorm                        RMSNorm
-#     positions      wpe[t] is added to wte[token]    each layer rotates q and k by an angle ~ t
-#     MLP, expert    W_out gelu(W_in x)               W_out (silu(W_gate x) * W_up x), "SwiGLU"
-#     biases         in all layers but experts        none
-#     head           the embedding's weight           a weight of its own
 
 
 def make_norm(config):
@@ -1463,23 +1465,20 @@ def divide_layers(config, routes):
     the head. Each stage between the first and the last gets one layer. Each other layer is given to
     the rank that costs least so far, and there to the cheapest stage. Among equal stages the last
     one gets it, since earlier ones keep the activations of more microbatches. If the head costs as
-    much as 1.1 layers, 4 stages get 8, 8, 8 and 6 of 30 layers. routes: those of a schedule.
+    much as 1.1 layers, 4 stages get 8, 8, 8 and 6 of 30 layers. routes: see stages_of().
     """
     stages = range(len(routes[0]))
+    # the ranks that have a stage: two with DualPipe
     holders = [frozenset(rank for rank, _ in places) for places in zip(*routes)]
     passes = 4 if config.recompute == "full" else 3  # forward 1, backward 2, recomputation 1
-    costs = [0.0 for _ in stages]
+    sizes = [0 if stage in (stages[0], stages[-1]) else 1 for stage in stages]
+    costs = [float(size) for size in sizes]
     # the head is never recomputed
     costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
     of_holders = Counter({holders[-1]: costs[-1]})
-    sizes = [0 for _ in stages]
-
-    def preference(stage):
-        may_wait = sizes[stage] > 0 or stage in (stages[0], stages[-1])  # False comes first
-        return may_wait, of_holders[holders[stage]], costs[stage], -stage
-
-    for _ in range(config.layers):
-        stage = min(stages, key=preference)
+    of_holders.update(holder for holder, size in zip(holders, sizes) if size)
+    for _ in range(config.layers - sum(sizes)):
+        stage = min(stages, key=lambda stage: (of_holders[holders[stage]], costs[stage], -stage))
         sizes[stage] += 1
         costs[stage] += 1
         of_holders[holders[stage]] += 1
@@ -1564,8 +1563,9 @@ def normal(shape, std, key, offset=0):
 def views_in_whole(parameter, tensor, shard=None):
     """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
 
-    A piece is a range of a flattened part. It is cut into boxes of the part, and each box gets its
-    index in the whole. Here rank 0 has rows 0, 1 and 4 of a whole of (6, 2), as in Shard's example:
+    A box is a rectangular block. A piece, a range of a flattened part, is cut into boxes of the
+    part, and each box gets its index in the whole. Here rank 0 has rows 0, 1 and 4 of a whole of
+    (6, 2), as in Shard's example:
 
         row of the whole    part of rank 0    piece with offset 1    its boxes, {index: shape}
         0                   0 1               . 1                    (0, 1): (1, 1)

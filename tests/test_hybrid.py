@@ -697,6 +697,7 @@ def test_an_ep_that_does_not_divide_tp_takes_their_common_divisor_from_tp_and_th
         (8, "--pp 2 --dp 2 --tp 2", [2, 2, 2]),
         (4, "--pp 2 --dp 2 --tp 2", [2, 2, 1]),
         (3, "--dp 8", [1, 1, 1]),  # if nodes have different numbers of ranks, it is 1
+        (3, "--dp 2 --tp 4", [1, 1, 1]),  # and if groups do: 3 + 1 ranks here, 2 + 2 there
     ],
 )
 @on_ranks(8)
@@ -706,6 +707,18 @@ def test_every_group_of_the_mesh_is_given_its_ranks_per_node(per_node, flags, ex
         mesh = hybrid.make_mesh(hybrid.parse(flags.split(), 8, per_node))
     dist.barrier()  # no rank leaves while another connects to it
     assert [told[mesh.tp_group], told[mesh.dp_cp_group], told[mesh.pp_group]] == expected
+
+
+@pytest.mark.soak
+@on_ranks(8)
+def test_replicas_keep_equal_bits_if_their_tp_groups_lie_differently_on_nodes():
+    """With 3 ranks per node, one tp group has 3 + 1 ranks on its nodes, and the other one 2 + 2."""
+    flags = "--tp 4 --dp 2 --sp --zero 0 --hidden 512 --batch-size 4 --seq-len 16"
+    args = hybrid.parse(flags.split(), 8, 3)
+    trainer = hybrid.Trainer(args, hybrid.make_mesh(args), torch.device("cpu"))
+    tokens = torch.randint(args.vocab_size, (4, 17))[trainer.own_rows()]
+    trainer.step(tokens[:, :-1], tokens[:, 1:])
+    hybrid.require_equal_copies(trainer)
 
 
 # ---- evaluation and the loop ---------------------------------------------------------------------
