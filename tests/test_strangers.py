@@ -499,28 +499,6 @@ def test_weight_decay_by_the_number_of_dimensions_is_that_of_one_process(stage):
     assert_close(model.state_dict(), alone.state_dict(), 1e-12)
 
 
-@pytest.mark.parametrize("name", [soak("AdamW"), soak("foreach"), "fused"])
-@on_ranks(2)
-def test_moments_that_were_saved_one_dimensional_go_on_as_they_were(name):
-    rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(shifted(1)))
-    weights = []
-    for is_flat in (False, True):
-        model = FullyShardedDataParallel(Features())
-        optimizer = OPTIMIZERS[name](model.parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(rows).square().mean().backward()
-            optimizer.step()
-            saved = optimizer.state_dict()
-            if is_flat:
-                for state in saved["state"].values():
-                    for key in ("exp_avg", "exp_avg_sq"):
-                        state[key] = state[key].flatten()
-            optimizer.load_state_dict(saved)
-        weights.append(model.state_dict())
-    assert_close(weights[1], weights[0], 1e-12)
-
-
 ALLOWED = {  # what treats each element by itself: what it does to, or makes of, a tensor
     "in place": lambda p: p.mul_(2).sub_(0.1 * p),
     "a copy": lambda p: (2 - p).clamp(0, 1).double(),
