@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -1641,6 +1642,22 @@ def test_a_step_of_the_optimizer_of_shards_between_forward_and_backward_is_notic
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@on_ranks(2)
+def test_a_sharded_module_may_be_freed_while_an_optimizer_steps():
+    models = [FullyShardedDataParallel(nn.Linear(4, 4))]
+
+    def free(*_):
+        models.clear()
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(free)
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    torch.optim.SGD([weight], lr=1.0).step()
+    hook.remove()
+    assert weight.item() == -1 and not models
 
 
 @on_ranks(2)
