@@ -58,7 +58,6 @@ import itertools
 import json
 import math
 import os
-import re
 import resource
 import shutil
 import signal
@@ -2769,7 +2768,7 @@ def options_of(flag):
         help += f" (default: {flag.default})"
     if flag.name in NEEDS:
         rule, _ = NEEDS[flag.name]
-        help += f"; needs {as_flags(rule)}"
+        help += f"; needs {rule}"
     if kind is bool:
         return {"help": help, "action": "store_true"}
     if kind is str:
@@ -2832,7 +2831,7 @@ def check(args, given):
     """
     for name, (rule, off) in NEEDS.items():
         value = given.get(name, off)
-        sentence = f"{as_typed(name, value)} needs {as_flags(rule)}"
+        sentence = f"{as_typed(name, value)} needs {rule}"
         need(value == off or holds(rule, args), sentence)
     for sentence in broken(RULES, args):
         raise ValueError(sentence)
@@ -2850,14 +2849,6 @@ def broken(rules, args):
 def holds(rule, args):
     """Return whether an expression of flags, such as "cp > 1", is true."""
     return bool(eval(rule, {"max": max}, vars(args)))
-
-
-def as_flags(rule):
-    """Return an expression as a text with flags: "--cp > 1" or "--schedule zb-v or dualpipe-v"."""
-    names = {flag.name for flag in FLAGS}
-    dashed = lambda word: as_typed(word[0]) if word[0] in names else word[0]
-    text = re.sub(r"[a-z_]+", dashed, rule).replace("'", "").replace(" == ", " ")
-    return re.sub(r" in \[(.*)\]", lambda found: " " + found[1].replace(", ", " or "), text)
 
 
 def as_typed(name, value=True):

@@ -115,9 +115,9 @@ def test_a_flag_is_refused_without_what_it_needs(typed, needed, _):
     if needed or name in NEEDS:
         with pytest.raises(ValueError) as error:
             hybrid.parse(f"{OFF.get(NEEDS[name], '')} {typed}".split(), 1)
-        assert re.match(f"{typed}(.0)? needs --", str(error.value))
-        named = re.findall("--[a-z-]+", str(error.value).split(" needs ")[1])
-        assert not needed or {*named} & {*re.findall("--[a-z-]+", needed)}
+        assert re.match(f"{typed}(.0)? needs [a-z]", str(error.value))
+        named = re.findall("[a-z_]+", str(error.value).split(" needs ")[1])
+        assert not needed or {*named} & {_name(word) for word in re.findall("--[a-z-]+", needed)}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -126,7 +126,7 @@ def test_chunks_is_accepted_with_the_schedules_whose_caller_chooses_them(name):
     if SCHEDULES[name].v is None:
         assert hybrid.parse(flags, 2).chunks == 3
     else:
-        with pytest.raises(ValueError, match="--chunks 3 needs --schedule .*interleaved"):
+        with pytest.raises(ValueError, match="--chunks 3 needs schedule in .*interleaved"):
             hybrid.parse(flags, 2)
 
 
@@ -240,10 +240,10 @@ def test_an_empty_value_is_refused_as_a_shell_variable_that_is_not_set_gives_it(
 
 WRONG_FLAGS = """processes | flags | what the line names
 4 | --dp 3 | --dp 3, 4
-2 | --dp 2 --ep 2 | --ep 2, --experts
+2 | --dp 2 --ep 2 | --ep 2, experts > 0
 3 | --experts 4 --ep 2 | --dp 3, --ep 2
 4 | --zero 1 --replicate 3 | --dp 4, --replicate 3
-2 | --pp 2 --replicate 2 | --replicate 2, --zero
+2 | --pp 2 --replicate 2 | --replicate 2, zero > 0
 4 | --dtype bf16 --zero 0 --replicate 1 | --dtype bf16, --replicate 1, --zero
 4 | --dtype bf16 --zero 0 --replicate 2 | --dtype bf16, --replicate 2, --zero
 1 | --dtype bf16 --replicate 3 | --dtype bf16, --replicate 3, --zero
@@ -977,7 +977,7 @@ def test_help_is_in_groups_and_is_printed_by_one_rank(tmp_path):
     for variable, value in hybrid.ENVIRONMENT.items():
         assert f"{variable}={value} " in text
     for needs in NEEDS.values():
-        assert f"needs {hybrid.as_flags(needs)}" in re.sub(r"\s+", " ", text)
+        assert f"needs {needs}" in re.sub(r"\s+", " ", text)
 
 
 def _train(flags):

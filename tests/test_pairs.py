@@ -393,7 +393,7 @@ def test_a_fault_in_a_pass_ends_all_ranks_with_its_own_message(kind, dies):
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in PAIRED])
 def test_overlap_is_refused_in_one_line_with_other_schedules_and_without_experts(schedule):
     pp = "--pp 2 --microbatches 8"
-    needs = "^--overlap needs --schedule dualpipe or dualpipe-v$"
+    needs = "^--overlap needs schedule in .'dualpipe', 'dualpipe-v'.$"
     alone = "^--ep 1 --overlap: no tokens travel to experts of other ranks$"
     refused = {f"{pp} --experts 4 --schedule {schedule}": needs}
     refused |= {f"{pp} {of} --schedule dualpipe-v": alone for of in ("", "--experts 4")}

@@ -500,8 +500,8 @@ def test_a_few_gpus_have_a_plan(gpus, more, capsys):
 WRONG = {
     "--gpus 8 --model llama3-70b --tp 8 --recompute full": "no layout fits 80 GB: the leanest",
     "--gpus 8 --tp 3": "--pp 1 --dp 2 --cp 1 --tp 3: ",
-    "--gpus 8 --recompute none --recompute-layers 2": "--recompute-layers 2 needs --recompute full",
-    "--gpus 8 --experts 4 --schedule 1f1b --overlap": "--overlap needs --schedule dualpipe or",
+    "--gpus 8 --recompute none --recompute-layers 2": "--recompute-layers 2 needs recompute ==",
+    "--gpus 8 --experts 4 --schedule 1f1b --overlap": "--overlap needs schedule in ['dualpipe'",
     "--gpus 8 --overlap": "--ep 1 --overlap",
     "--gpus 13 --batch-size 16": "--batch-size 16 --dp 13",
     "--gpus 8 --pp 2 --schedule zb-v --microbatches 1": "no number of microbatches",

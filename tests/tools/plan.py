@@ -650,7 +650,7 @@ def parse(argv):
         needs, _ = hybrid.NEEDS.get(flag.name, (None, None))
         value = given.get(flag.name)
         if needs in known and value is not None and not hybrid.holds(needs, args):
-            raise ValueError(f"{hybrid.as_typed(flag.name, value)} needs {hybrid.as_flags(needs)}")
+            raise ValueError(f"{hybrid.as_typed(flag.name, value)} needs {needs}")
     return args
 
 
