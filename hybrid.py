@@ -2654,10 +2654,6 @@ A flag that has no effect without another one is refused if the other one is mis
 
 example: two pipeline stages, each on two ranks that split every matrix
   torchrun --nproc-per-node 4 hybrid.py --pp 2 --tp 2 --steps 100
-
-Unless they are set already, hybrid.py sets two environment variables:
-  CUDA_DEVICE_MAX_CONNECTIONS=32  kernels do not wait for unrelated messages
-  NCCL_MAX_P2P_NCHANNELS=16       NCCL's buffers take half as much memory
 """
 
 # What a flag has no effect without: {flag: (an expression as in RULES, the value of the flag that
@@ -2771,10 +2767,8 @@ def options_of(flag):
         help += f"; needs {rule}"
     if kind is bool:
         return {"help": help, "action": "store_true"}
-    if kind is str:
-        return {"help": help, "choices": flag.metadata.get("choices")}
-    if "choices" in flag.metadata:
-        return {"help": help, "type": kind, "choices": flag.metadata["choices"]}
+    if kind is str or "choices" in flag.metadata:
+        return {"help": help, "type": kind, "choices": flag.metadata.get("choices")}
     least = flag.metadata.get("least", 1 if kind is int else 0)
     below = flag.metadata.get("below", 2**31 if kind is int else math.inf)
     return {"help": help, "type": at_least(least, kind, below), "metavar": "N"}
