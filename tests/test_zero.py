@@ -1652,11 +1652,12 @@ def test_a_sharded_module_may_be_freed_while_an_optimizer_steps():
         models.clear()
         gc.collect()
 
-    hook = register_optimizer_step_pre_hook(free)
+    hooks = [register_optimizer_step_pre_hook(hook) for hook in (free, lambda *_: None)]
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
     torch.optim.SGD([weight], lr=1.0).step()
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     assert weight.item() == -1 and not models
 
 
