@@ -738,9 +738,10 @@ SETS = int(os.environ.get("FLAG_SETS", "24"))  # for each number of processes
 
 def _draw(world_size, count):
     """Yield sets of flags, each as (words, processes of a node)."""
-    seed = shifted(1000 * world_size)
-    random = Random(seed)
-    for layout, per_node in verify.layouts(world_size, world_size, SMALL.split(), count, seed):
+    seed = 1000 * world_size
+    random = Random(shifted(seed))
+    layouts = verify.layouts(world_size, world_size, SMALL.split(), count, shifted(seed))
+    for layout, per_node in layouts:
         words = [*SMALL.split(), *layout]
         wrong = list(WRONG)
         for line in random.sample(MORE, 9):

@@ -860,11 +860,11 @@ def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(tp, repl
 @on_ranks(2)
 def test_the_sharded_state_draws_on_the_host_whatever_the_default_device_is():
     """On a GPU the host would wait for the number, and checkpoint() may not restore it."""
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     state = ShardedRandomState("cpu")
     with state:
         expected = torch.get_rng_state()
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     with torch.device("meta"), state:
         assert torch.equal(torch.get_rng_state(), expected)
 
