@@ -1635,8 +1635,9 @@ def boxes_in_whole(index, box, shard):
 
 # ==== services ====================================================================================
 #
-# Here the technique ends. What follows serves a long run on real data: it reads data and flags,
-# writes samples, checkpoints and a log, compares copies, and ends all processes alike.
+# Here the technique ends. What follows serves a long run on real data: it sets the learning rate,
+# reads data and flags, writes samples, checkpoints and a log, compares copies, and ends all
+# processes alike. It holds no parallelism.
 
 # ---- learning rate and validation ----------------------------------------------------------------
 
@@ -1645,8 +1646,9 @@ def learning_rate(step, args):
     """Return the learning rate of step 0, 1, ...
 
     It rises in the first --warmup steps, and the next one has --lr. In the last --decay-steps it
-    falls along a line or half a period of a cosine towards --min-lr, which the step after the last
-    one would have. By default the decay begins right after the warm-up.
+    falls along a line or half a period of a cosine (Loshchilov and Hutter, 2017) towards --min-lr,
+    which the step after the last one would have. By default the decay begins right after the
+    warm-up. With fewer --decay-steps the rate is stable in between (Hu et al., "MiniCPM", 2024).
     """
     if step < args.warmup:
         return args.lr * (step + 1) / (args.warmup + 1)
