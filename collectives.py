@@ -53,7 +53,7 @@ import threading
 import weakref
 from collections import deque, namedtuple
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from itertools import zip_longest
 from queue import SimpleQueue
@@ -70,7 +70,9 @@ def rank_and_size(group=None):
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-TAG = 1 << 30  # marks our messages, so that a message of the user never arrives in place of one
+# Marks our messages on gloo, so that a message of the user never arrives in place of one. NCCL has
+# no tags, but a queue for each group.
+TAG = 1 << 30
 
 
 def plain_exchange(sends, receives, group=None):
@@ -180,7 +182,7 @@ def _ring_reduce_scatter(chunks, output, combine, rank):
     """Reduce chunk r over all ranks into `output` of rank r, in P-1 steps.
 
     A partial sum travels around the ring, and every rank that it visits adds its own chunk. Unlike
-    in ring_all_reduce(), the chunks stay as they are.
+    in ring_all_reduce(), only `output` changes, which may be chunk r itself.
     "c2: 3+0" is chunk 2, summed over ranks 3 and 0. P = 4:
 
         rank        0             1             2             3
@@ -1088,9 +1090,9 @@ class _Thread:
 
     def run_tasks(self):
         schedule_as_batch("SCHED_OTHER")  # a batch thread would not preempt the one that wakes it
-        for task, inference, future in iter(self.tasks.get, None):
+        for task, inference, stream, future in iter(self.tasks.get, None):
             try:
-                with torch.inference_mode(inference):  # each thread has its own mode
+                with torch.inference_mode(inference), stream:  # each thread has its own
                     task()
                 task = None  # frees its tensors before its end is announced
                 future.set_result(None)
@@ -1111,11 +1113,17 @@ class _Thread:
         task()
 
     def submit(self, task, tensors):
-        """Run a task, which holds its tensors, in the thread. Return it as Pending."""
+        """Run a task, which holds its tensors, in the thread. Return it as Pending.
+
+        The thread launches kernels on the caller's stream, so they run in the caller's order.
+        """
         if self.thread.ident is None:
             self.thread.start()
         future = Future()
-        self.tasks.put((task, torch.is_inference_mode_enabled(), future))
+        stream = nullcontext()
+        if tensors and tensors[0].is_cuda:
+            stream = torch.cuda.stream(torch.cuda.current_stream(tensors[0].device))
+        self.tasks.put((task, torch.is_inference_mode_enabled(), stream, future))
         return Pending(future.result, future.done)
 
 

@@ -200,6 +200,7 @@ class PlainStage(nn.Module):
         self.is_last = stage == num_stages - 1
         self.width = whole["tokens"].size(1)
         count = len(whole["layers"])
+        assert count >= num_stages, "a stage would have no layer, so no parameters"
         begin = count * stage // num_stages
         end = count * (stage + 1) // num_stages
         own = whole["layers"][begin:end]
@@ -243,6 +244,7 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
     are gradients of activations, in copy_to_group().
     """
     dp_rank, dp = rank_and_size(groups["dp"])
+    assert len(tokens) % dp == 0, "a rank would have fewer sequences than others"
     own = tokens.chunk(dp)[dp_rank]
     inputs = own[:, :-1].chunk(microbatches)
     targets = own[:, 1:].chunk(microbatches)
@@ -290,13 +292,14 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #          +  all_gather_to_group(x, 1, tp_group)
 #          -  reduce_from_group(y, tp_group) in row_linear()
 #          +  reduce_scatter_to_group(y, 1, tp_group)
-#          If a norm has weights, each rank of tp uses them for its tokens only, so their gradients
-#          are summed over tp, too.
+#          In plain_step(), the shape that a stage receives is (B, T/tp, D). If a norm has weights,
+#          each rank of tp uses them for its tokens only, so their gradients are summed over tp, too.
 #
 # ep       one expert on each dp rank
 #          -  split_mlp(x, self.up, self.down, tp_group)
 #          +  switch_layer(x.flatten(0, 1), router, expert, groups["dp"]).view_as(x)
-#          The router's gradient is summed over dp. An expert's is complete, so no sum is needed.
+#          The router's gradient is summed over dp. An expert's has come from the tokens of all dp
+#          ranks, so plain_step() must not sum it with those of other experts.
 #
 # The same holds for what a training run adds:
 #
@@ -304,8 +307,9 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #              embedding, head and loss. tokens and head are then parts of their matrices
 # tied head    tokens on the first stage and head on the last begin equal, and their gradients are
 #              summed over the two, so they stay equal
-# clipping     the norm's squares are summed over pp and tp. What all ranks of tp have a copy of
-#              counts on one of them, and a tied weight on one of its stages
+# clipping     the norm's squares are summed over pp and tp, those of experts and of ZeRO-1's shards
+#              also over dp. What all ranks of tp have a copy of counts on one of them, and a tied
+#              weight on one of its stages
 #
 # One rule covers all of them: sum a gradient over the ranks that hold the same weight and have
 # computed different parts of its gradient.
@@ -320,7 +324,7 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     the all-reduces of gradients       wrap(), DDP or FSDP, which start them in backward
 #     the rule for sums                  Home, Trainer.sum_shared_gradients()
 #     plain_groups()                     slices_of(), make_mesh()
-#     plain_weights(), plain_part()      initialize(), set_shard(): no rank has a whole weight
+#     plain_weights(), plain_part()      initialize(), set_shard(): a rank draws its parts alone
 #     PlainStage, PlainLayer             GPT, Block
 #
 # The sections stand in the order in which to read them, and the technique ends at "services". Four
@@ -601,7 +605,8 @@ def across_runs(groups, count):
 #     declare()             its initial value, and whether it belongs to experts
 #     GPT.copies            which name is a copy of a tied weight
 #
-# placements_of() collects them in Placements. All that follows, checkpoints too, reads only these.
+# placements_of() collects them in Placements. Initial values, wrapping, sums, the norm and
+# checkpoints read these.
 
 
 @dataclass(frozen=True, eq=False)
@@ -1637,7 +1642,7 @@ def boxes_in_whole(index, box, shard):
 #
 # Here the technique ends. What follows serves a long run on real data: it sets the learning rate,
 # reads data and flags, writes samples, checkpoints and a log, compares copies, and ends all
-# processes alike. It holds no parallelism.
+# processes alike. It sends messages for these, but holds no further technique of parallelism.
 
 # ---- learning rate and validation ----------------------------------------------------------------
 
@@ -2804,7 +2809,9 @@ def complete(args):
         args.replicate = dp_cp  # a copy per rank
     args.replicate = args.replicate or 1
     # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
-    inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
+    inside = math.gcd(args.ep, args.tp) * (args.per_node // args.tp)
+    if args.per_node % args.tp:  # nodes cut tp_groups
+        inside = math.gcd(args.ep, args.tp, args.per_node)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
     # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp. By
@@ -2910,7 +2917,9 @@ def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
     except (OSError, ValueError) as error:
         fault = str(error) or repr(error)
     except dcp.api.CheckpointException as error:  # all ranks raise it if one has failed
-        fault, _ = error.failures.get(dist.get_rank(), ("", None))
+        if dist.get_rank() in error.failures:
+            cause, _ = error.failures[dist.get_rank()]
+            fault = str(cause) or repr(cause)
     for rank, line in enumerate(gather_objects(first_line(fault), group)):
         if line:
             who = f"rank {rank}: " if rank else ""

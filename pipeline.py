@@ -190,6 +190,8 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     def backward(grad_output):
         x, output = passes.popleft()
         output.backward(grad_output)
+        if x.grad is None and rank > 0:  # the output does not depend on x
+            x.grad = torch.zeros_like(x)  # as the previous rank waits for a gradient
         return x.grad
 
     for i in range(warmup):  # forwards alone; on rank 0 x is None, and forward() takes inputs[i]

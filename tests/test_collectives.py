@@ -844,19 +844,31 @@ def test_tensors_on_cpus_take_gloo_in_a_group_that_has_nccl_for_gpus():
 
 @on_ranks(2, 3)
 def test_gpu_tensors_in_a_gloo_group_are_staged_through_host_memory():
-    """The tensors claim to be on a GPU, so buffers of host memory are sent instead of them."""
+    """The tensors claim to be on a GPU, so buffers of host memory are sent instead of them.
+
+    The group's thread works on the caller's stream, so it sees what the caller's kernels write.
+    """
     (rank, P), staged, empty_like = rank_and_size(), [], torch.empty_like
+    entered = []  # (stream, thread)
 
     def pinned(tensor, device=None, pin_memory=False, **how):
         if pin_memory:
             staged.append(empty_like(tensor, **how).fill_(-7))
         return staged[-1] if pin_memory else empty_like(tensor, **how)
 
+    @contextmanager
+    def enter(stream):
+        entered.append((stream, threading.current_thread()))
+        yield
+
+    streams = {"current_stream": lambda device: "the caller's", "stream": enter}
     tensor, received = torch.full((5,), rank + 1.0), torch.zeros(3)
-    with on_gpu(), patch.object(torch, "empty_like", pinned):
+    with on_gpu(), patch.object(torch, "empty_like", pinned), patch.multiple(torch.cuda, **streams):
         all_reduce(tensor, async_op=True).wait()
         exchange([(torch.ones(3), (rank + 1) % P)], [(received, (rank - 1) % P)])
     assert staged and (tensor == P * (P + 1) / 2).all() and (received == 1).all()
+    ((stream, thread),) = entered
+    assert stream == "the caller's" and thread is not threading.current_thread()
 
 
 # ---- the backend's own --------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -639,6 +640,20 @@ def test_processes_have_one_gpu_each_with_nccl_or_share_gpus_with_gloo(monkeypat
     assert choose(1, "cuda", 3, 4) == "cuda:0 nccl"  # each process sees only its own GPU
     with pytest.raises(ValueError, match="--dtype tf32 needs a GPU"):
         hybrid.choose_device(hybrid.parse(["--dtype", "tf32", "--device", "cpu"], 1))
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 3, 4, 6, 8])
+def test_a_node_group_of_experts_never_spans_two_nodes(per_node):
+    """Also if nodes cut tp groups, as 3 ranks on a node do with tp 2."""
+    for tp, dp, ep in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6), (2, 3, 4, 6, 8, 12)):
+        if dp * tp % ep or dp * tp % per_node:
+            continue
+        sizes = f"--tp {tp} --dp {dp} --ep {ep} --experts {ep} --heads {tp} --hidden {2 * tp}"
+        sizes += f" --seq-len {2 * tp} --ffn {tp} --batch-size {dp} --top-k 1"
+        args = hybrid.parse(sizes.split(), dp * tp, per_node)
+        groups = hybrid.slices_of(1, dp, 1, tp, ep, args.ep_nodes)["node_group"]
+        nodes = groups // per_node
+        assert (nodes == nodes[:, :1]).all(), (tp, dp, ep)
 
 
 # ---- random flags --------------------------------------------------------------------------------
