@@ -31,6 +31,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from collectives import (
     ALIGNMENT, ReduceOp, all_reduce, all_reduce_bytes, any_rank, broadcast, check_parameters,
@@ -456,7 +457,23 @@ class DistributedDataParallel(nn.Module):
         self._broadcast_buffers()
         self._replicated.may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._expects_backward = self._expects_backward or torch.is_grad_enabled()
-        return self.module(*args, **kwargs)
+        outputs = self.module(*args, **kwargs)
+        self._end_with_outermost_backward(outputs)
+        return outputs
+
+    def _end_with_outermost_backward(self, outputs):
+        """Let the round end with the backward that reaches the outputs, or that runs this forward.
+
+        All gradients may be computed by backwards inside it, of reentrant checkpoints.
+        """
+        if not (self.wait_in_backward and torch.is_grad_enabled()):
+            return
+        end = weakly(self._end_backward)
+        if torch._C._current_autograd_node() is not None:  # a checkpoint around the module
+            at_end_of_backward(end)
+        for x in tree_leaves(outputs):
+            if torch.is_tensor(x) and x.requires_grad:
+                x.register_hook(lambda _: at_end_of_backward(end))
 
     def no_sync(self):
         """Accumulate gradients locally; the next backward() outside reduces their sum."""
@@ -485,7 +502,8 @@ class DistributedDataParallel(nn.Module):
     def _end_backward(self):
         """End the round if the outermost backward has ended, or if no bucket is left to reduce."""
         is_outermost = torch._C._current_autograd_node() is None  # private API
-        if not self.reducer.is_idle and (is_outermost or not self.reducer.queue):
+        is_running = self._ends_with_backward and not self.reducer.is_idle
+        if is_running and (is_outermost or not self.reducer.queue):
             self.finish_grad_sync()
 
     def _start(self, awaited=()):

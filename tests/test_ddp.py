@@ -276,6 +276,24 @@ PASSES = [under_no_sync, two_forwards, outside_of_backward, waited_for_by_the_ca
 PASSES += [partial(recomputed, use_reentrant=use_reentrant) for use_reentrant in (False, True)]
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_backward_ends_the_round_if_all_gradients_come_from_a_reentrant_checkpoint(where):
+    """One parameter gets no gradient, so the last gradient does not end the round."""
+    rank = dist.get_rank()
+    net = nn.Sequential(nn.Linear(2, 2, bias=False))
+    net.unused = nn.Parameter(torch.zeros(1))
+    recomputed = partial(checkpoint, use_reentrant=True)
+    net.forward = lambda x: recomputed(net[0], x) if where == "inside" else net[0](x)
+    model = DistributedDataParallel(net)
+    for _ in range(2):
+        model.zero_grad()
+        x = torch.full((1, 2), rank + 1.0, requires_grad=True)
+        y = model(x) if where == "inside" else recomputed(model, x)
+        y.sum().backward()
+        assert net[0].weight.grad.eq(1.5).all() and net.unused.grad.eq(0).all()
+
+
 @on_ranks(soak(1), soak(2), 3)
 @pytest.mark.parametrize("cap, as_views", [(1e-9, True), (3e-3, False), (25, True), (25, False)])
 def test_gradients_of_several_passes_are_those_of_the_whole_batch(cap, as_views):
