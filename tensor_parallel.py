@@ -28,7 +28,8 @@ would count it P times.
 
 No other rank has A_r and C_r, and after backward rank r has their whole gradients. So these are not
 summed over ranks, and each rank's optimizer updates its own part. All ranks have copies of a
-parameter that is not split. Their gradients are equal, so copies that begin equal stay equal.
+parameter that is not split. Their gradients are equal, if kernels round alike on all ranks, so
+copies that begin equal stay equal.
 Dropout outside of f and g must draw the same random numbers on all ranks.
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence. Then f is an
@@ -165,7 +166,8 @@ def split_cross_entropy(logits, target, group=None):
 
     The weight is split as that of split_embedding(), or is the same one (a tied head). The loss of
     a token with the whole logits `row` is log(sum(exp(row))) - row[target]. The logits stay split,
-    and ranks exchange three numbers for each token. Types: logits V -> I.
+    and ranks exchange three numbers for each token. Every target counts: there is no ignore_index.
+    Types: logits V -> I.
     """
     rank, _ = rank_and_size(group)
     largest = logits.detach().amax(1)  # (N,)
