@@ -293,7 +293,7 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #          -  reduce_from_group(y, tp_group) in row_linear()
 #          +  reduce_scatter_to_group(y, 1, tp_group)
 #          In plain_step(), the shape that a stage receives is (B, T/tp, D). If a norm has weights,
-#          each rank of tp uses them for its tokens only, so their gradients are summed over tp, too.
+#          each rank of tp uses them for its tokens only, so tp sums their gradients, too.
 #
 # ep       one expert on each dp rank
 #          -  split_mlp(x, self.up, self.down, tp_group)

@@ -165,7 +165,7 @@ def simple_ulysses_attention(q, k, v, group=None):
 #     losses = F.cross_entropy(logits, next_tokens[:, positions].flatten(), reduction="none")
 #
 # The loss is the sum of all ranks' token losses, divided by the number of tokens on all ranks.
-# Ranks have copies of parameters, so gradients are summed over the group, as over replicas (ddp.py).
+# Ranks have copies of parameters, so gradients are summed over the group, as in ddp.py.
 #
 # All heads have width K. q has H heads, so D = H K; k and v have KV heads, and D_kv = KV K. In
 # backward the ring sends k and v again, and their gradients. One attention costs a rank:
