@@ -472,7 +472,7 @@ class DistributedDataParallel(nn.Module):
         if torch._C._current_autograd_node() is not None:  # a checkpoint around the module
             at_end_of_backward(end)
         for x in tree_leaves(outputs):
-            if torch.is_tensor(x) and x.requires_grad:
+            if torch.is_tensor(x) and x.grad_fn is not None:  # a leaf would collect hooks
                 x.register_hook(lambda _: at_end_of_backward(end))
 
     def no_sync(self):

@@ -615,7 +615,7 @@ class Home:
 
     split_group: dist.ProcessGroup  # its ranks have different parts
     copies_group: dist.ProcessGroup  # ranks of tp, which have copies of what they do not split
-    dp_group: dist.ProcessGroup  # ranks of dp x cp that have the same part
+    dp_cp_group: dist.ProcessGroup  # ranks of dp x cp that have the same part
     shard_group: dist.ProcessGroup  # over its ranks ZeRO cuts a part
     replicate_group: dist.ProcessGroup  # its ranks have the same shard
 
@@ -630,12 +630,12 @@ class Homes(NamedTuple):
 def homes_of(mesh):
     """Return the Homes of a Mesh."""
     dense = Home(
-        split_group=mesh.tp_group, copies_group=mesh.tp_group, dp_group=mesh.dp_cp_group,
+        split_group=mesh.tp_group, copies_group=mesh.tp_group, dp_cp_group=mesh.dp_cp_group,
         shard_group=mesh.shard_group, replicate_group=mesh.replicate_group,
     )  # fmt: skip
     experts = Home(
         split_group=mesh.ep_group, copies_group=mesh.expert_tp_group,
-        dp_group=mesh.expert_dp_group, shard_group=mesh.expert_shard_group,
+        dp_cp_group=mesh.expert_dp_group, shard_group=mesh.expert_shard_group,
         replicate_group=mesh.expert_replicate_group,
     )  # fmt: skip
     return Homes(dense, experts)
@@ -1026,11 +1026,11 @@ def wrap(args, homes, chunks, placements):
     weights = [row for row in placements if not row.is_buffer]
     if args.zero:
         return wrap_in_zero(args, homes, chunks, weights)
-    groups = {row.tensor: row.home.dp_group for row in weights if row.home is homes.experts}
+    groups = {row.tensor: row.home.dp_cp_group for row in weights if row.home is homes.experts}
     stages = []
     for chunk in chunks:
         stage = DistributedDataParallel(
-            chunk, process_group=homes.dense.dp_group, groups=groups, broadcast_buffers=False,
+            chunk, process_group=homes.dense.dp_cp_group, groups=groups, broadcast_buffers=False,
             gradient_as_bucket_view=True,  # no gradient is used after its step
             gradient_divide_factor=1, wait_in_backward=False,
         )  # fmt: skip
@@ -2809,8 +2809,9 @@ def complete(args):
         args.replicate = dp_cp  # a copy per rank
     args.replicate = args.replicate or 1
     # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
-    inside = math.gcd(args.ep, args.tp) * (args.per_node // args.tp)
-    if args.per_node % args.tp:  # nodes cut tp_groups
+    if args.per_node % args.tp == 0:
+        inside = math.gcd(args.ep, args.tp) * (args.per_node // args.tp)
+    else:  # nodes cut tp_groups
         inside = math.gcd(args.ep, args.tp, args.per_node)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes

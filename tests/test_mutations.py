@@ -169,7 +169,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
             lambda right: lambda self, step, B, T, seed, rows=slice(None), *part:
                 right(self, step, B, T, seed + (rows.start or 0), rows, *part)),
     "gradients are summed over dp alone | 2 | --cp 2 --zero 0":
-        with_home(dp_group="dp_group"),
+        with_home(dp_cp_group="dp_group"),
     "shards are summed over dp alone | 2 | --cp 2 --zero 2": with_home(shard_group="dp_group"),
     "replicas of shards are not summed | 2 | --dp 2 --zero 1 --replicate 2":
         put(hybrid, "FullyShardedDataParallel",
@@ -222,7 +222,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         put(expert_parallel.Journey, "post",
             lambda right: lambda self, rows: right(self, rows.detach())),
     "gradients of different experts are summed | 2 | --dp 2 --experts 4 --ep 2 --zero 0":
-        with_home(1, dp_group="dp_cp_group"),
+        with_home(1, dp_cp_group="dp_cp_group"),
     "gradients of experts are averaged over ep | 2 | --dp 2 --experts 4 --ep 2":
         after(hybrid.Trainer, "sum_shared_gradients",
             lambda self: [p.grad.div_(2) for p in self.parameters(self.homes[1])]),
@@ -383,7 +383,7 @@ SUMS = {  # {a sum in verify.sums_of(): patch without it}
     "exponentials of the logits, tp":
         without_reduction(tensor_parallel, lambda t, *_: t.ndim == 2 and len(t) == 2),
     "gradients of DualPipe's replicas, pp": put(hybrid, "sum_replicas", lambda right: lambda *a: 0),
-    "gradients of experts, DDP": with_home(1, dp_group="alone"),
+    "gradients of experts, DDP": with_home(1, dp_cp_group="alone"),
     "gradients of experts, ZeRO": with_home(1, shard_group="alone"),
     "gradients of experts, copies of shards": with_home(1, replicate_group="alone"),
     "gradients of experts, tp": without_sum_over_tp(lambda shape: len(shape) == 3),
@@ -397,8 +397,8 @@ SUMS = {  # {a sum in verify.sums_of(): patch without it}
         put(hybrid, "make_moe", lambda right: lambda *a: without_mark(right(*a))),
     "gradients of the tied weight, pp":
         with_placements(lambda row: {"is_tied": False}),
-    "gradients, DDP over cp": with_home(dp_group="dp_group"),
-    "gradients, DDP over dp": with_home(dp_group="cp_group"),
+    "gradients, DDP over cp": with_home(dp_cp_group="dp_group"),
+    "gradients, DDP over dp": with_home(dp_cp_group="cp_group"),
     "gradients, ZeRO over cp": with_home(shard_group="dp_group"),
     "gradients, ZeRO over dp": with_home(shard_group="cp_group"),
     "gradients, copies of shards": with_home(replicate_group="alone"),

@@ -409,6 +409,17 @@ def test_the_plain_forms_and_the_executor_give_the_same_bits(plain_step, make_sc
         assert torch.equal(one.grad, other.grad) and one.grad.any()
 
 
+@on_ranks(3)
+def test_plain_1f1b_sends_zeros_back_from_a_stage_whose_output_does_not_depend_on_its_input():
+    """Without them the stage before would wait for a gradient forever."""
+    rank, p = rank_and_size()
+    stage = nn.Linear(4, 4)
+    forward = (lambda x: stage(torch.ones_like(x))) if rank == p - 1 else stage
+    inputs = torch.ones(8, 4).chunk(4)
+    one_f_one_b_step(forward, inputs, inputs, _loss)
+    assert bool(stage.weight.grad.any()) == (rank == p - 1)
+
+
 def _plain_problem(name, p, m, dtype):
     """Return this rank's stages of a small model, the whole model, inputs, targets and a Schedule.
 

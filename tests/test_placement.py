@@ -67,7 +67,7 @@ def test_over_all_ranks_each_weight_counts_once(flags):
         args, _ = rehearse.parse([*flags.split(), "--rank", str(rank)])
         with rehearse.trainer_of(args, rank) as (trainer, _):
             for row in trainer.placements:
-                if not row.is_buffer and row.counts and dist.get_rank(row.home.dp_group) == 0:
+                if not row.is_buffer and row.counts and dist.get_rank(row.home.dp_cp_group) == 0:
                     counted += row.tensor.numel()
         dist.destroy_process_group()
     with torch.device("meta"):

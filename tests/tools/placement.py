@@ -37,7 +37,7 @@ def ranks_of(group):
 def sums_of(row, trainer):
     """Return what the gradient is summed over, in words."""
     mesh = trainer.mesh
-    groups = [("dp x cp", row.home.dp_group)]
+    groups = [("dp x cp", row.home.dp_cp_group)]
     if row.sum_over_tp:
         groups.append(("tp", row.home.copies_group))
     if trainer.replicated:
