@@ -1381,7 +1381,7 @@ MORE = (2, 1), (3, 1), (4, 1), (4, 3), (6, 1), (6, 2), (7, 1), (8, 1), (8, 4)
 NODES += [soak(*row) for row in MORE]
 
 
-@pytest.mark.parametrize("name", ["ring", "hierarchical", "recursive_doubling"])
+@pytest.mark.parametrize("name", ["ring", "hierarchical", soak("recursive_doubling")])
 @pytest.mark.parametrize("P, ranks_per_node", NODES)
 @on_ranks(lambda P, **_: P)
 def test_every_collective_runs_under_the_rules_of_nccl(P, ranks_per_node, name):

@@ -52,7 +52,7 @@ PEERS = [  # (layout, the number of peers of a rank, added up over all groups)
     ("--dp 8 --ep 8 --experts 8 --top-k 2", 14),
 ]
 CONNECTED = [((8, 2, f"{SMALL} {layout}", 1), peers) for layout, peers in PEERS]
-PLAIN = [*ROWS[::12], CONNECTED[2][0]]  # the others are soak tests
+PLAIN = [*ROWS[::24], CONNECTED[2][0]]  # the others are soak tests
 OF_ROWS = soak_but(lambda _, row: row in PLAIN, ROWS)
 
 
