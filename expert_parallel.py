@@ -198,17 +198,16 @@ class MoE(nn.Module):
     Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
     router are equal, and no two experts are: each rank draws all of them and keeps its own.
 
-    The attribute `losses` is the layer's RouterLosses, which also tallies what the router chooses.
     Padding is routed, counted and takes room like any token; leave it out of x if it should not.
 
-    The attribute hand_over is None, or a function to call while rows travel, so that something else
-    can compute meanwhile. If `pipeline` is a Pipeline whose passes go in pairs (pipeline.py), set
-    layer.hand_over = pipeline.turns.hand_over. All ranks of `group` must have the same parts, and a
-    hand_over that posts the same messages, if it posts any.
+    The attribute `losses` is the layer's RouterLosses. The attribute hand_over is None, or a
+    function to call while rows travel, so that something else can compute meanwhile. If `pipeline`
+    is a Pipeline with pairs (pipeline.py), set layer.hand_over = pipeline.turns.hand_over. All
+    ranks of `group` must have the same parts, and a hand_over that posts the same messages, if any.
 
     In 16 bits and under autocast, the router's weights and the sums of the k results are rounded to
-    16 bits, too. In bf16 with k = 8, y then errs by 0.4%. Sums in fp32 would halve this error, but
-    need N k rows in fp32.
+    16 bits. In bf16 with k = 8, y then errs by 0.4%. Sums in fp32 would halve this error, but need
+    N k rows in fp32.
 
     Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
     router and of the shared experts are R: the gradients of their copies must be summed.
@@ -228,10 +227,9 @@ class MoE(nn.Module):
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"{capacity_factor=} leaves no room for a token")
         self.num_experts, self.capacity_factor = num_experts, capacity_factor
-        self.group, self.nodes = group, nodes
+        self.group, self.tp_group, self.nodes = group, tp_group, nodes
         self.parts = parts
         self.hand_over = None
-        self.tp_group = tp_group
         self.router = Router(hidden, num_experts, top_k, **router)
         self.losses = RouterLosses(
             num_experts, top_k, balance_coefficient, z_coefficient, loss_scale, balance_groups
@@ -253,9 +251,7 @@ class MoE(nn.Module):
         routing = self.router(tokens)
         # small messages go first, since they would wait for long ones if a group carries both
         loads = self.losses.loads(routing.experts)
-        experts = routing.experts
-        if self.capacity_factor is not None:
-            experts = within_capacity(experts, self.num_experts, self.capacity_factor)
+        experts = within_capacity(routing.experts, self.num_experts, self.capacity_factor)
         # under autocast the elements of rows have 16 bits, which halves the messages
         args = autocasted(tokens), experts, routing.weights, self.num_experts, self.experts
         if self.nodes:
@@ -276,6 +272,8 @@ def within_capacity(experts, num_experts, capacity_factor):
     ones.) A choice that is dropped adds nothing to the result. The count is exact: of 100 choices
     and 2 experts, a factor of 1.1 takes 55, though in floating point 50 * 1.1 is larger than 55.
     """
+    if capacity_factor is None:
+        return experts
     choices = experts.flatten()
     factor = min(capacity_factor, num_experts)  # which has room for all choices, as infinity has
     capacity = math.ceil(Fraction(str(factor)) * len(choices) / num_experts)
@@ -423,7 +421,8 @@ class FullPrecisionLinear(torch.autograd.Function):
         wants_x, wants_weight = ctx.needs_input_grad
         with full_precision(x.device):
             dx = dy @ weight if wants_x else None
-            return dx, dy.t() @ x if wants_weight else None
+            dweight = dy.t() @ x if wants_weight else None
+        return dx, dweight
 
 
 # ---- the router's losses, and the tally ----------------------------------------------------------
@@ -468,22 +467,18 @@ class RouterLosses:
             loss / n                  1 / n                     R / n
             scaler.scale(loss) / n    scaler.scale(one) / n     R * scaler.scale(one) / n
 
-        Here one = torch.ones((), device=x.device). A rank's losses are its parts of the grid's
-        losses, so an average needs the factor R to be their sum.
+        An average needs R, since a rank's losses are parts, whose sum is the grid's losses.
 
-        scale: a number or a scalar tensor, which is copied. If it is on the layer's device, the
-            host does not wait. It is read in backward, so call this for each layer, before
-            backward(), whenever the factor changes.
+        scale: a number or a scalar tensor, such as scaler.scale(one), one = torch.ones((),
+            device=x.device). It is copied. If it is on the layer's device, the host does not wait.
+            Call this for each layer before backward(), whenever the factor changes.
         """
         self.scale.fill_(scale)
 
     def loads(self, experts):
-        """Return how often this rank, and how often all ranks of the grid chose each expert.
-
-        Without autograd no backward follows, so nothing is counted, and None is returned.
-        """
+        """Return how often this rank, and how often all ranks of the grid chose each expert."""
         if not torch.is_grad_enabled():
-            return None
+            return None  # no backward follows, which would tally them
         own = count_choices(experts, self.num_experts)
         total = own.clone()
         if self.has_losses:
@@ -494,17 +489,17 @@ class RouterLosses:
     def attach(self, y, routing, experts, loads):
         """Return y, whose backward also computes the losses' gradients and adds to the tally.
 
-        experts: routing.experts, with -1 for dropped choices. loads: what loads() has returned.
+        experts: routing.experts, with -1 for dropped choices. loads: those that loads() returned.
         """
         if loads is None:
             return y
         own_loads, total_loads = loads
-        balance = z = torch.zeros((), dtype=torch.float64, device=y.device)
+        balance = z = loss = torch.zeros((), dtype=torch.float64, device=y.device)
         if self.has_losses:
             tokens = (total_loads.sum() // self.top_k).clamp(min=1)
             balance = balance_loss(routing.probabilities, total_loads, tokens).double()
             z = router_z_loss(routing.logits, tokens).double()
-        loss = self.balance_coefficient * balance + self.z_coefficient * z
+            loss = self.balance_coefficient * balance + self.z_coefficient * z
         dropped = (experts < 0).sum()
         counted = torch.cat([own_loads, torch.stack([dropped, balance.detach(), z.detach()])])
         self.tally = self.tally.to(y.device)
@@ -532,8 +527,8 @@ class AddLossAndTally(torch.autograd.Function):
     """Return x. In backward, give `loss` the gradient `scale`, and add `counted` to `tally`.
 
     The model's loss does not depend on `loss`, so backward would not reach it otherwise.
-    (Megatron-LM does the same in its MoEAuxLossAutoScaler.) Recomputation repeats only the forward,
-    so nothing is added twice. `scale` is read in backward, so it may change after forward.
+    Recomputation repeats only the forward, so nothing is added twice. `scale` is read in backward,
+    so it may change after forward. (Megatron-LM has the same in its MoEAuxLossAutoScaler.)
     """
 
     @staticmethod
@@ -548,9 +543,8 @@ class AddLossAndTally(torch.autograd.Function):
 
 
 def tally_metrics(tallies, num_microbatches, with_losses):
-    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
+    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over a grid.
 
-    These are the ranks of RouterLosses' groups.
     expert_load: the largest load divided by the mean, in the worst layer, or 0 without a token.
     expert_dropped: the fraction of choices dropped. balance_loss, z_loss: means over layers and
     microbatches.
@@ -600,8 +594,7 @@ class Experts(nn.Module):
 def draw_experts(own, num_experts, rows, columns):
     """Draw a random matrix for each of num_experts. Return those of `own`, (G, rows, columns).
 
-    Every rank draws all of them, one after another. So if PyTorch's generator is seeded alike on
-    all ranks, no two experts are equal, and values and the generator's state are those of P = 1.
+    Every rank draws all of them, one after another, so the ranks' generators stay alike.
     """
     kept = torch.empty(len(own), rows, columns)
     for expert in range(num_experts):
@@ -658,10 +651,7 @@ def dispatch_and_combine(
 
     x, experts, weights, num_experts, compute: those of plain_dispatch(); an expert may be -1.
     shared: a module whose output for x is added.
-    parts: the number of parts in which tokens travel: see "rows under way". compute() is called
-        for each part, and all ranks pass the same number.
-    hand_over: None, or a function to call before waiting for rows, in which another microbatch
-        can compute (Turns in pipeline.py).
+    parts, hand_over: those of MoE. compute() is called for each part.
     Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
     """
     plan = DispatchPlan(experts, num_experts, group, parts, hand_over)
@@ -718,7 +708,6 @@ class DispatchPlan:
         self.on_host = both.to("cpu", non_blocking=True)
         if experts.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
-        # The i-th choice of a token has number token * k + i. Sorting by expert sorts by rank, too.
         self.orders = [part.flatten().argsort(stable=True) for part in choices]
 
     def divided(self, tensor):
@@ -758,14 +747,14 @@ class Part:
         self.sizes_on_device = received_on_device.sum(0)
         # choices of -1 come first in the order, and are removed
         self.order = order[len(order) - sum(self.rows_to) :]
-        self.token = self.order // plan.k
+        self.token = self.order // plan.k  # choice i is one of token i // k
         self.under_way = []  # (buffer, Journey) of what has been posted and not been waited for
 
     def begin_dispatch(self, x, *others):
         """Begin to send rows of x, (N, ...), to experts, and those of others, which are short."""
-        for number, tensor in enumerate((x, *others)):
-            hand_over = self.plan.hand_over if number == 0 else None  # the others arrive with x
-            self.post(tensor.index_select(0, self.token), self.rows_from, self.rows_to, hand_over)
+        self.post(x.index_select(0, self.token), self.rows_from, self.rows_to, self.plan.hand_over)
+        for tensor in others:  # which arrive with x
+            self.post(tensor.index_select(0, self.token), self.rows_from, self.rows_to)
         if len(self.sizes) > 1:
             self.find_orders()  # while the rows travel
 
@@ -792,7 +781,7 @@ class Part:
         y = rows.new_zeros(self.num_tokens, rows.shape[1])
         return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
 
-    def post(self, rows, received, sent, hand_over):
+    def post(self, rows, received, sent, hand_over=None):
         journey = Journey(received, sent, self.plan.group, self.plan.overlaps, hand_over)
         self.under_way.append((_Post.apply(rows, journey), journey))
 
@@ -889,9 +878,9 @@ class Journey:
         forward     3 rows -> _Post -> buffer of 4 -> _Await -> 4 rows
         backward    3 gradients <- _Post <- placeholder of 4 <- _Await <- 4 gradients
 
-    In backward, _Await begins to send the 4 gradients, and _Post waits for the 3 that come back.
-    Between the two, autograd requires a tensor with the shape of the buffer. No values of it are
-    used: the 3 gradients arrive in the Journey's own `gradient`, which _Await sets and _Post takes.
+    In backward, _Await begins to send the 4 gradients, and _Post waits for the 3 that come back, in
+    the attribute `gradient`. Between the two, autograd requires a tensor of the buffer's shape,
+    whose values are not used.
 
     received, sent: how many rows come from and go to each rank in forward
     overlaps: whether anything is computed meanwhile; otherwise begin() also waits
@@ -899,7 +888,7 @@ class Journey:
         as those of choices and weights
     """
 
-    def __init__(self, received, sent, group, overlaps, hand_over=None):
+    def __init__(self, received, sent, group, overlaps, hand_over):
         self.received, self.sent, self.group = received, sent, group
         self.overlaps = overlaps
         self.hand_over = hand_over
@@ -991,7 +980,6 @@ def two_hops(
     plan = DispatchPlan(nodes.where(is_needed, -1), num_nodes, cross_group, parts, hand_over)
 
     def in_node(part, rows, experts, weights):
-        """Return the sums of the results of this node's experts for rows of the first hop."""
         is_here = experts // per_node == node
         experts = (experts % per_node).where(is_here, -1)
         args = rows, experts, weights, per_node, compute, node_group

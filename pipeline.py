@@ -662,6 +662,23 @@ def forward_only(num_stages, num_microbatches, route=None):
 
 
 # ---- what the schedules cost ---------------------------------------------------------------------
+#
+# claim() has formulas for the idle time of the rank that waits longest. If F, B, I and W are a
+# microbatch's times on a rank, they are derived like this:
+#
+#     naive          The other p - 1 ranks work on each microbatch, one after another.
+#     gpipe, 1f1b    The last rank waits for its first input, (p-1)F, and at the end until the last
+#                    gradient has reached rank 0, (p-1)B.
+#     interleaved    The same for chunks, which take 1/v of the time.
+#     zb-h1, zb-h2   The last rank waits (p-1)F for its first input, and works without a pause up to
+#                    its last I. Then (p-1)I and a W pass until rank 0 is done. By its last I, the
+#                    last rank has deferred n Ws, p in zb-h1 and 2p - 1 in zb-h2. So from its first
+#                    to its last action rank 0 is idle for (p-1)(F+I) + W - nW.
+#     zb-v           The same with n = 2p - 1, for halves of F, I and W. The last rank waits for its
+#                    first gradient, too, which takes (p-1)(F+I)/2, during 2(p-1) forwards of F/2.
+#     dualpipe       The report has (p/2-1)(X + B - 3W), where X is the time of an F and a B in a
+#                    pair, at most F + B.
+#     dualpipe-v     That of dualpipe on 2p ranks, whose stages take half of the time.
 
 
 class ScheduleKind(NamedTuple):
@@ -731,28 +748,20 @@ def claim(
     I = B - W
     begun = min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)  # the warm-up, and one more chunk
     claims = {
-        # For any times. The other p - 1 ranks work on each microbatch, one after another.
+        # for any times
         "naive": Claim((p - 1) * m * (F + B), 1, True),
-        # The last rank waits for its first input, and until its last gradient has reached rank 0.
         "gpipe": Claim((p - 1) * (F + B), m, True),
-        "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),  # warm-up p - rank - 1, and one
-        # the same with chunks, which take 1/v of a rank's time and hold 1/v of its activations
+        "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
         "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
-        # If W <= F and W <= I. From rank 0's first action, the last rank waits (p-1)F for its first
-        # input, and works without a pause up to its last I. After that, (p-1)I and a W pass until
-        # rank 0 is done. The last rank has deferred n Ws by then, p in zb-h1 and 2p - 1 in zb-h2.
-        # So rank 0's idle time, that of a rank with as much work, is (p-1)(F+I) + W - nW.
+        # if W <= F and W <= I
         "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
         "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
-        # If W <= F <= I. The same with n = 2p - 1, and halves of F, I and W. The last rank also waits
-        # for its first gradient: it travels for (p-1)(F+I)/2, during 2(p-1) forwards of F/2 each.
+        # if W <= F <= I
         "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
-        # Upper bounds, if F <= B and W <= I. The report has (p/2-1)(pair + B - 3W), where a pair of
-        # an F and a B takes at most F + B.
+        # upper bounds, if F <= B and W <= I
         "dualpipe": Claim(
             (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
         ),
-        # dualpipe's for 2p ranks, with half of the time and of the memory for each stage
         "dualpipe-v": Claim((p - 1) * (F + 2 * B - 3 * W) / 2, p + 1 / 2, m >= 2 * p),
     }
     return claims[name]
