@@ -938,11 +938,11 @@ def seed_dropout(seed, step, mesh):
 @torch.no_grad()
 def sum_tallies(mixtures, args, mesh, device):
     """Return a row for each layer with experts: its tally, summed over ranks. Reset the tallies."""
-    sizes = args.layers // args.moe_every, args.experts + 3  # those of MoE.tally
+    sizes = args.layers // args.moe_every, args.experts + 3  # those of RouterLosses.tally
     tallies = torch.zeros(sizes, dtype=torch.float64, device=device)
     for row, layer in mixtures.items():
-        tallies[row].copy_(layer.tally)
-        layer.tally.zero_()
+        tallies[row].copy_(layer.losses.tally)
+        layer.losses.tally.zero_()
     if args.experts:
         for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
             all_reduce(tallies, group=group)
