@@ -112,9 +112,8 @@ def require_memory(sends, receives):
 def ring_all_reduce(tensor, group=None):
     """Sum a contiguous tensor over the group in place, in 2(P-1) steps of 1/P of its bytes each.
 
-    In step s, rank r receives chunk r - s - 2 (modulo P), and sends chunk r - s - 1, which it has
-    received in the step before. The tensor can have any length. If P does not divide it, chunks
-    differ by one element, or are empty.
+    In step s, rank r receives chunk r - s - 2 (modulo P), and sends the one that it has received in
+    step s - 1. If P does not divide the tensor's length, chunks differ by one element.
     """
     rank, P = rank_and_size(group)
     chunks = tensor.view(-1).tensor_split(P)  # chunk() could return fewer than P
@@ -135,7 +134,7 @@ def ring_all_reduce(tensor, group=None):
 # needs what the one before has brought. log2(P) is rounded up.
 #
 #                            the result                             a rank sends   steps
-#     all_reduce             the sum of all ranks' tensors         2(P-1)/P D      1 to 2(P-1)
+#     all_reduce             the sum of all ranks' tensors          by "all-reduce", below
 #     reduce_scatter_single  rank r has chunk r of the sum          (P-1)/P D      1 to P-1
 #     all_gather_single      every rank's chunk                     (P-1)/P D      1 to P-1
 #     all_gather             the same, with chunks in a list        (P-1)/P D      1
@@ -346,8 +345,8 @@ def _hierarchical_reduce_scatter(
 ):
     """Reduce-scatter inside nodes of L ranks, then on rings across the P/L nodes, in P/L steps.
 
-    The L chunks that are meant for the ranks of node n are reduced together, by inside[n], each on
-    the local rank that it is meant for. Rings then add the sums of all nodes. Of the bytes that a
+    In every node, inside[n] reduces the L chunks that are meant for node n, the i-th of them on
+    local rank i. Then the local ranks i of all nodes add their sums on a ring. Of the bytes that a
     rank sends, (L-1)/L D stay in its node and (P/L-1)/P D leave it. `direct` is the reduce-scatter
     inside the node. With L = 2 and two nodes:
 
@@ -921,8 +920,8 @@ class _Stream:
     The host launches tasks before the device runs them. `launched` holds a task's tensors until the
     device has passed the event at its end, or until the caller's stream waits for this event. The
     memory of NCCL's messages is reused only once the host has seen their end. If the host ran a
-    training step ahead, each message of that step would need its own memory. So the host may be
-    ahead by AHEAD tasks.
+    training step ahead, each message of that step would need its own memory. So it waits while more
+    than AHEAD tasks are unfinished.
     """
 
     on_nccl = True
@@ -1407,11 +1406,11 @@ def barrier(group=None):
 # whole gradient, and a sum would count it once for every rank. So a tensor has one of four types
 # over a group, as in Meta's spmd_types, and so has its gradient:
 #
-#                 the ranks hold                   a rank's gradient is      the gradient's type
-#     invariant   equal tensors, used identically  whole, equal on all       invariant
-#     replicated  equal tensors, used differently  a part; the sum is meant  partial
-#     varying     tensors of their own             that of its own tensor    varying
-#     partial     parts; the sum is meant          the sum's, equal on all   replicated
+#                    the ranks hold                   a rank's gradient is      the gradient's type
+#     I  invariant   equal tensors, used identically  whole, equal on all       invariant
+#     R  replicated  equal tensors, used differently  a part; the sum is meant  partial
+#     V  varying     tensors of their own             that of its own tensor    varying
+#     P  partial     parts; the sum is meant          the sum's, equal on all   replicated
 #
 # For example, x = 3 is multiplied by w = 2 on rank 0 and by w = 5 on rank 1, and y is the sum of
 # the products. Gradients are computed from the last row up, beginning with y's, which is 1:
@@ -1426,9 +1425,8 @@ def barrier(group=None):
 # gradient of a partial one. It is an all-reduce: 2 + 5 = 7. Whether p is varying or partial depends
 # on what is meant, the products or their sum, so a varying tensor may be passed as partial.
 #
-# _PAIRS has the types of the functions below. Other files shorten them to the letters I, R, V and
-# P, and write "V, I -> V" for two inputs and the output. tests/test_adjoint.py checks them. No
-# function changes its input.
+# _PAIRS has the types of the functions below, which change no input. Docstrings of other files have
+# the letters, such as "V, I -> V" for two inputs and the output. tests/test_adjoint.py checks them.
 
 
 def _identity(x, group):
