@@ -447,13 +447,11 @@ class DistributedDataParallel(nn.Module):
 
     # What the wrapper remembers between two calls:
     #
-    #                           true from                         until
-    #     not reducer.is_idle   a round's first gradient, or      finish_grad_sync()
-    #                           start_grad_sync()
-    #     _ends_with_backward   a round's first gradient, if      start_grad_sync(), whose rounds
-    #                           backward ends the round, too      only finish_grad_sync() ends
-    #     _expects_backward     a forward() in grad mode, whose   finish_grad_sync()
-    #                           gradients the other ranks await
+    #     reducer.is_idle       False in a round: from its first gradient, or start_grad_sync(), to
+    #                           finish_grad_sync(), which the end of backward may call
+    #     _ends_with_backward   whether it does: wait_in_backward, but False after start_grad_sync()
+    #     _expects_backward     True from a forward() in grad mode, whose gradients the other ranks
+    #                           await, to finish_grad_sync()
 
     def forward(self, *args, **kwargs):
         if self.wait_in_backward:
@@ -504,7 +502,7 @@ class DistributedDataParallel(nn.Module):
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self):
-        """End the round if the outermost backward has ended, or if no bucket is left to reduce."""
+        """End the round with the outermost backward, or an inner one that completes all buckets."""
         is_outermost = torch._C._current_autograd_node() is None  # private API
         is_running = self._ends_with_backward and not self.reducer.is_idle
         if is_running and (is_outermost or not self.reducer.queue):
