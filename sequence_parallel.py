@@ -59,7 +59,7 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
         summed over the group.
     Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep only
     norm(x), and gather it again in backward.
-    Types (see the head of tensor_parallel.py): x, up, down: V; parameters of norm: R; result: V.
+    Types (see "the idea" in tensor_parallel.py): x, up, down: V; parameters of norm: R; result: V.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
     hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, 4 D/t)

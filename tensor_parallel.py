@@ -719,10 +719,9 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
 
     Such copies drift apart. Every parameter that no Shard splits over the group is a copy. Kernels
     may round differently, so gradients differ if one is further from their mean than `tolerance`
-    times the mean's norm. Return whether all gradients are finite: others count as equal. Each mean
-    takes an all-reduce, so call this after the sums of a step until it has returned True. This is
-    the first step, unless fp16 overflows there. With zero.py, all ranks must have the same pieces:
-    see `apart` there.
+    times the mean's norm. Return whether all gradients are finite, since others count as equal: in
+    fp16 the first steps may overflow. Each mean takes an all-reduce, so call this after the sums of
+    a step until it returns True. With zero.py, ranks must have the same pieces: see `apart` there.
     """
     if dist.get_world_size(group) == 1:
         return True
@@ -747,17 +746,14 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
 
 @torch.no_grad()
 def _distances_from_mean(parameters, group):
-    """Return the largest distance of a rank's gradient from the mean, relative to the mean.
-
-    This is 0 if all gradients are 0, and NaN if a gradient is not finite.
-    """
+    """Return the largest distance of a rank's gradient from the mean, relative to the mean."""
     distances = []
     for parameter in parameters:
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         grad = grad.detach().to(torch.promote_types(grad.dtype, torch.float32))
         mean = grad.clone(memory_format=torch.contiguous_format)
         all_reduce(mean, ReduceOp.AVG, group)
-        norm = torch.linalg.vector_norm(mean).clamp(min=1e-30)
+        norm = torch.linalg.vector_norm(mean).clamp(min=1e-30)  # 0 / 1e-30 is 0, inf / inf is NaN
         distances.append(torch.linalg.vector_norm(mean.sub_(grad)) / norm)
     if not distances:
         return []
@@ -786,8 +782,8 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 # ==== additions to the linear layers ==============================================================
 #
 # In its simple form gather_and_multiply() is begin_gather() and F.linear(), multiply_and_sum() is
-# F.linear() and begin_sum(), and begin_weight_gradient() gathers x and returns dY' X. Large chunks
-# allow more overlap, and pipelines want the weight's gradient later, or in other memory.
+# F.linear() and begin_sum(), and begin_weight_gradient() is begin_gather() and a product. Large
+# chunks allow more overlap, and pipelines want the weight's gradient later, or in other memory.
 
 # ---- products by chunks --------------------------------------------------------------------------
 #
@@ -808,8 +804,7 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 # end adds the four summands of a chunk, so in 16 bits their sum is rounded only once. Either way a
 # rank sends (P-1)/P of the whole, as in an all-gather or a reduce-scatter.
 
-# Smaller chunks cost more than overlap saves. The CPU's bound was measured over gloo, and the GPU's
-# is an estimate by tests/tools/gpu_time.py.
+# Smaller chunks cost more than they hide, as measured over gloo, and by tests/tools/gpu_time.py.
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}
 
 
@@ -898,8 +893,7 @@ def _linear_into(output, x, weight, bias=None):
 def begin_weight_gradient(weight, defer, dy, x, split, group):
     """Gather x if `split`. Return a function that returns dW, or None if it goes elsewhere.
 
-    weight: the parameter itself. What autograd has saved of it is another tensor under a
-        checkpoint, without its hooks and .grad.
+    weight: the parameter itself, not what autograd has saved, which may lack its hooks and .grad.
     """
     if defer is not None and defer.open and is_plain_leaf(weight):
         # x is gathered only when the pipeline asks for dW
