@@ -861,8 +861,9 @@ class Trainer:
     def sum_shared_gradients(self):
         """Sum the gradients of a weight's copies where each copy has only part of the gradient."""
         for home in self.homes:
-            own = [row.tensor for row in self.placements if row.sum_over_tp and row.home is home]
-            sum_gradients_over_tp(own, home.copies_group, check=not self.has_stepped)
+            own = [row for row in self.placements if row.sum_over_tp and row.home is home]
+            shards = {row.tensor: row.shard for row in own}
+            sum_gradients_over_tp(shards, home.copies_group, check=not self.has_stepped)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         tied = [row.tensor.grad.detach() for row in self.placements if row.is_tied]
