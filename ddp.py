@@ -535,8 +535,8 @@ class DistributedDataParallel(nn.Module):
         """End the round of reductions, or run a whole one if this rank's peers still need it.
 
         They do if no round has started since this rank's last forward(), or since its gradients
-        were set to None or zero. The latter means that it has had no batch. A sharded module (zero.py)
-        raises an error then: its ranks need each other's shards, so each has to run every pass.
+        were set to None or zero. The latter means that it has had no batch. The wrapper of zero.py
+        raises an error there: its ranks need each other's shards, so each has to run every pass.
         """
         is_expected = not self.reducer.is_idle or self._expects_backward
         if is_expected or self._has_no_gradient():

@@ -358,20 +358,25 @@ def test_a_sharded_module_works_with_autograd_grad_and_inside_other_modules():
 # ---- pieces are not whole, and no rank decides alone ---------------------------------------------
 
 
+class Scaled(nn.Parameter):
+    """A user's class of parameters."""
+
+
 class Features(nn.Module):
-    """Two layers, of which each rank owns a part. The first weight has a user's attribute, gain."""
+    """Two layers, of which each rank owns a part. The first weight's class and gain are a user's."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(shifted(0))
         self.layers = nn.Sequential(nn.Linear(6, 32), nn.Linear(32, 6))
+        self.layers[0].weight = Scaled(self.layers[0].weight.detach())
         self.layers[0].weight.gain = 2.0
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.seen = []
 
     def forward(self, x):
         weight = self.layers[0].weight
-        self.seen.append((weight.gain, *weight.shape))
+        self.seen.append((isinstance(weight, Scaled), weight.gain, *weight.shape))
         return self.layers(x) * self.scale * weight.gain
 
 
@@ -576,7 +581,7 @@ def test_pieces_and_their_gradients_serve_element_by_element_and_are_refused_oth
 
 @pytest.mark.parametrize("stage", [soak(1), 2, 3])
 @on_ranks(2)
-def test_forward_sees_the_attributes_of_the_users_parameters(stage):
+def test_forward_sees_the_class_and_the_attributes_of_the_users_parameters(stage):
     net = Features()
     model = FullyShardedDataParallel(net, units=[net.layers[1]], stage=stage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -584,15 +589,8 @@ def test_forward_sees_the_attributes_of_the_users_parameters(stage):
         model(torch.ones(3, 6)).sum().backward()
         optimizer.step()
         net.layers[0].weight.gain += 1  # also one that is set later
-    assert net.seen == [(2.0, 32, 6), (3.0, 32, 6)]
-
-
-@on_ranks(1)
-def test_a_parameter_of_a_users_class_is_refused_since_its_piece_would_not_have_it():
-    net = nn.Linear(2, 2)
-    net.bias = type("Scaled", (nn.Parameter,), {})(net.bias.detach())
-    with pytest.raises(ValueError, match="'bias' is a Scaled, not an nn.Parameter"):
-        FullyShardedDataParallel(net)
+        assert isinstance(net.layers[0].weight, Scaled)
+    assert net.seen == [(True, 2.0, 32, 6), (True, 3.0, 32, 6)]
 
 
 class Allocations(TorchDispatchMode):
