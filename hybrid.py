@@ -2067,7 +2067,7 @@ def create_moments(trainer):
     gradients = [weight.grad for weight in weights]
     zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))  # to save memory
     for weight in weights:
-        weight.grad = zeros[: weight.numel()].view_as(weight)
+        weight.grad = zeros[: weight.numel()].view(weight.shape)
     trainer.optimizer.step()
     for weight, gradient in zip(weights, gradients):
         weight.grad = gradient

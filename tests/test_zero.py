@@ -425,6 +425,15 @@ def test_the_straight_path_refuses_a_loss_that_does_not_use_all_parameters():
         sequence.finish()
 
 
+@on_ranks(1)
+def test_short_forms_refuse_units_of_two_dtypes_instead_of_converting_one():
+    unit = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16))
+    for make in (zero.StoredUnit, lambda unit: zero.shard_units([unit])):
+        with pytest.raises(ValueError, match="the tensors differ in dtype"):
+            make(unit)
+    assert unit[1].weight.dtype == torch.bfloat16 and unit[1].weight.shape == (3, 3)
+
+
 @on_ranks(2)
 def test_a_clipping_norm_of_a_tensor_parallel_ranks_part_alone_is_refused():
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
@@ -449,7 +458,7 @@ def test_hsdp_shards_inside_a_group_and_sums_gradients_across_replicas():
         with least_bytes(), count_bytes() as traffic:
             train(model, optimizer, [own_part(x) for x in batches])
         assert_close(whole(model), train_alone(batches)[0], 1e-9)
-        nbytes = 8 * sum(flat.layout.shard_size for flat in model.flats if flat.trainable)
+        nbytes = 8 * sum(flat.layout.shard_size for flat in model.flats if flat.kind.is_trained)
         # Each step all-reduces a shard of the gradients between two replicas.
         across = traffic.bytes("all_reduce", replicas)
         assert across == traffic.bytes(group=replicas) == 2 * all_reduce_bytes(nbytes, 2)
@@ -1065,8 +1074,9 @@ def test_a_unit_computes_before_its_neighbours_collectives_are_waited_for(stage)
         held.append(gathered())
 
     def gathered():
-        storages = {flat.storage._cdata: flat.storage for chunk in chunks for flat in chunk.flats}
-        return sum(storage.nbytes() for storage in storages.values()) // (3 * 96 * 96 * 4)
+        storages = [flat.flat.untyped_storage() for chunk in chunks for flat in chunk.flats]
+        sizes = {storage._cdata: storage.nbytes() for storage in storages}
+        return sum(sizes.values()) // (3 * 96 * 96 * 4)
 
     def make_chunk():
         net = nn.Sequential(*(Mixed() for _ in range(4)))
@@ -1382,12 +1392,14 @@ def move(parameter):
     parameter.data = parameter.data.clone()
 
 
+def _convert(parameter):
+    parameter.data = parameter.data.double()
+
+
 CHANGES = {
-    "converted": lambda net: net.double(),
+    "converted": lambda net: _convert(net.blocks[1].up.weight),
     "replaced": lambda net: setattr(net.head, "bias", nn.Parameter(torch.zeros(7))),
     "frozen": lambda net: net.head.bias.requires_grad_(False),
-    "hook": lambda net: net.head.bias.register_hook(lambda gradient: 2 * gradient),
-    "given a hook": lambda net: net.head.bias.register_post_accumulate_grad_hook(print),
     "moved": lambda net: move(net.blocks[1].up.weight),
     "thawed": lambda net: net.blocks[1].up.weight.requires_grad_(True),
 }
@@ -1396,6 +1408,14 @@ CHANGES = {
 class ReturnsAParameter(nn.Linear):
     def forward(self, x):
         return super().forward(x), self.weight[:1]
+
+
+class Hides(nn.Linear):
+    """A layer with a second output, which a script finds past the outputs of the model."""
+
+    def forward(self, x):
+        self.hidden = super().forward(x).tanh() @ self.weight
+        return super().forward(x)
 
 
 def around(forward, kind=nn.Linear, units=4, **how):
@@ -1428,10 +1448,14 @@ def test_uses_that_would_give_wrong_results_are_rejected():
     pair = around(lambda blocks, y: recompute(blocks[2:], recompute(blocks[:2], y)))
     three_of_four = lambda blocks: lambda y: blocks[3](blocks[2](blocks[0](y)))
     skipping = around(lambda blocks, y: checkpoint(three_of_four(blocks), y, use_reentrant=True))
+    past = around(lambda blocks, y: blocks[1:](blocks[0](y).detach()), Hides)
+    past_model = lambda: past(y).sum() + past.module.blocks[0].hidden.sum()
     # A set hides its tensor from pytree.
     hidden = around(lambda blocks, y: (blocks(y), {blocks(y)}), units=0, stage=1)
     for refused, message in (
         (loss.backward, "were changed between forward and backward"),
+        (lambda: net.head.bias.register_hook(print), "'head.bias' is sharded, and register_hook"),
+        (lambda: net.half(), "is sharded, and half may need it whole"),
         (lambda: FullyShardedDataParallel(net), "Parallel has cut these parameters"),
         (lambda: DistributedDataParallel(net), "Parallel has cut these parameters"),
         (lambda: ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD), "has cut these"),
@@ -1448,6 +1472,7 @@ def test_uses_that_would_give_wrong_results_are_rejected():
         (lambda: outside.module.blocks[2](y), r"units\[2\] runs outside of the wrapped forward"),
         (lambda: recompute(outside, y).sum().backward(), "forward inside backward"),
         (lambda: hidden(y)[1].pop().sum().backward(), "'blocks.3.weight' got a gradient past"),
+        (lambda: past_model().backward(), "'blocks.0.* got a gradient past"),
     ):
         with pytest.raises((RuntimeError, ValueError), match=message):
             refused()
@@ -1721,7 +1746,7 @@ def outside(use):
 
 
 returned = lambda net, out: (out[0] @ out[1].view(9, 7).t()).square().mean()
-SHARDED = "'head.weight' is sharded, and aten.* needs it whole: use it in the wrapped forward"
+SHARDED = "'head.weight' is sharded, and .* may need it whole: use it in the wrapped forward"
 RETURNED = "the module returns a parameter, or its view: clone 'head.weight'"
 LOSSES = {  # (what forward returns of the weight, the loss, why stage 3 rejects it)
     "clone": (torch.clone, returned, None),
