@@ -12,10 +12,10 @@ processes whose coordinates differ on this axis only:
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
 where pp, dp, cp and tp are also the sizes of the axes. tp is innermost, as its ranks send most and
-should share a node. A gradient is summed over the ranks that use the same weight for different
-tokens: those of dp x cp, and those of tp where sequence parallelism (--sp) or experts divide the
-tokens over tp. If the head is tied to the token embedding, their gradient is also summed over the
-first and the last stage.
+should share a node. A gradient is summed over the ranks that hold the same weight and have computed
+different terms of its gradient. These are the ranks of dp x cp, and also those of tp where sequence
+parallelism (--sp) or experts divide the tokens over tp. If the head is tied to the token embedding,
+the first and the last stage sum its gradient, too.
 
 A layer can have experts, which are MLPs of which each token uses only a few. tp does not split
 them, so all ranks that have the layer would hold copies of its experts. Instead, these ranks form
@@ -125,7 +125,8 @@ def plain_groups(pp, dp, tp):
             tp_rank     0   1        0   1          groups of pp   0 4, 1 5, 2 6, 3 7
 
     Collective: each rank creates all groups, in the same order, also those that it is not in. With
-    NCCL, init_process_group() needs a device_id, so that groups connect when they are created.
+    NCCL, pass a device_id to init_process_group(), so that a group connects when it is created.
+    Otherwise it would connect at its first message, and wait for ranks that take no part in it.
     """
     grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
     groups = {}
@@ -238,10 +239,9 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
     microbatches by autograd, and over dp by an all-reduce. Each rank then updates its own weights,
     for which AdamW needs nothing from other ranks.
 
-    Gradients need no sum over tp. qkv, out, up and down are parts that no other rank of the group
-    has (type V in "derivatives", collectives.py). tokens, positions and head are copies, which the
-    ranks use for the same x, so each copy has the whole gradient (type I). What tp sums in backward
-    are gradients of activations, in copy_to_group().
+    Gradients of weights need no sum over tp. qkv, out, up and down are parts that no other rank of
+    the group has. tokens, positions and head are copies, which the ranks use for the same x, so
+    each copy has the whole gradient. The layers themselves sum gradients of activations over tp.
     """
     dp_rank, dp = rank_and_size(groups["dp"])
     assert len(tokens) % dp == 0, "a rank would have fewer sequences than others"
@@ -273,33 +273,46 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 
 # The other techniques replace (-) or add (+) a few lines each:
 #
-# ZeRO-1   the optimizer's state is divided over dp
-#          -  all_reduce(parameter.grad, group=groups["dp"]), optimizer.step()
+# ZeRO-1   the optimizer's state is divided over dp. sharded_step() is in zero.py, with an example
+#          of the function `update`, which takes the optimizer's place
+#          -      all_reduce(parameter.grad, group=groups["dp"])
+#          -  optimizer.step()
 #          +  sharded_step([*stage.parameters()], update, groups["dp"])
 #          It averages gradients, so loss_fn divides by the number of tokens of one dp rank, and
 #          the sum of losses is divided by dp.
 #
-# cp       an axis of its own. A rank has 1/cp of the positions: of inputs, targets and `positions`
-#          -  the attention in split_attention()
-#          +  simple_allgather_attention(q, k, v, groups["cp"])
+# cp       one more axis, with groups["cp"]. A rank has 1/cp of the positions: of inputs and
+#          targets, and of the parameter `positions`
+#          -  y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  in split_attention()
+#          +  y = simple_allgather_attention(q, k, v, cp_group)
 #          Losses and gradients are summed over dp x cp. The gradient of `positions`, of which each
 #          cp rank has a part, is summed over dp alone.
 #
 # sp       x is (B, T/tp, D) between layers and between stages
-#          +  scatter_to_group(x, 1, tp_group) after the embeddings
-#          +  gather_from_group(x, 1, tp_group) before the head
-#          -  copy_to_group(x, tp_group) in column_linear()
-#          +  all_gather_to_group(x, 1, tp_group)
-#          -  reduce_from_group(y, tp_group) in row_linear()
-#          +  reduce_scatter_to_group(y, 1, tp_group)
-#          In plain_step(), the shape that a stage receives is (B, T/tp, D). If a norm has weights,
-#          each rank of tp uses them for its tokens only, so tp sums their gradients, too.
+#          +  x = scatter_to_group(x, 1, tp_group)  after the embeddings
+#          +  x = gather_from_group(x, 1, tp_group)  before the head
+#          -  copy_to_group(x, group)  in column_linear()
+#          +  all_gather_to_group(x, 1, group)
+#          -  reduce_from_group(F.linear(x, weight), group)  in row_linear()
+#          +  reduce_scatter_to_group(F.linear(x, weight), 1, group)
+#          -  inputs = [number.expand(*x.shape, stage.width) for x in inputs]
+#          +  inputs = [number.expand(len(x), x.size(1) // tp, stage.width) for x in inputs]
+#          If a norm has weights, each rank of tp uses them for its tokens only, so tp sums their
+#          gradients, too.
 #
-# ep       one expert on each dp rank
-#          -  split_mlp(x, self.up, self.down, tp_group)
-#          +  switch_layer(x.flatten(0, 1), router, expert, groups["dp"]).view_as(x)
-#          The router's gradient is summed over dp. An expert's has come from the tokens of all dp
-#          ranks, so plain_step() must not sum it with those of other experts.
+# ep       one expert on each dp rank: its own up and down. PlainLayer also gets the dp_group, and a
+#          router, (dp, D), which is equal on all ranks
+#          -  return x + split_mlp(plain_norm(x), self.up, self.down, self.tp_group)
+#          +  expert = lambda rows: split_mlp(rows, self.up, self.down, self.tp_group)
+#          +  y = switch_layer(plain_norm(x).flatten(0, 1), self.router, expert, self.dp_group)
+#          +  return x + y.view_as(x)
+#          -  for parameter in stage.parameters():
+#          -      all_reduce(parameter.grad, group=groups["dp"])
+#          +  for name, parameter in stage.named_parameters():
+#          +      if not name.endswith(("up", "down")):
+#          +          all_reduce(parameter.grad, group=groups["dp"])
+#          The gradient of an expert has come from the tokens of all dp ranks. The other dp ranks
+#          have other experts, so a sum over dp would add up gradients of different weights.
 #
 # The same holds for what a training run adds:
 #
@@ -311,8 +324,16 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #              also over dp. What all ranks of tp have a copy of counts on one of them, and a tied
 #              weight on one of its stages
 #
+# Where two of them meet:
+#
+# sp, vocabulary   column_linear() of the head gathers x, so gather_from_group() is left out
+# sp, ep           do not combine: the ranks of tp share an expert, and would send it unlike tokens
+# cp, ep           experts' gradients are summed over cp alone
+# ZeRO-1, ep       sharded_step() gets all parameters but experts', whose gradients are divided by
+#                  dp and which a plain optimizer updates
+#
 # One rule covers all of them: sum a gradient over the ranks that hold the same weight and have
-# computed different parts of its gradient.
+# computed different terms of its gradient.
 
 # ==== upper floor =================================================================================
 #
