@@ -345,11 +345,11 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     the all-reduces of gradients       wrap(), DDP or FSDP, which start them in backward
 #     the rule for sums                  Home, Trainer.sum_shared_gradients()
 #     plain_groups()                     slices_of(), make_mesh()
-#     plain_weights(), plain_part()      initialize(), set_shard(): a rank draws its parts alone
+#     plain_weights(), plain_part()      initialize(): a rank draws the values of its parts only
 #     PlainStage, PlainLayer             GPT, Block
 #
-# The sections stand in the order in which to read them, and the technique ends at "services". Four
-# words are used in all of them:
+# The technique ends at "services", which has helpers such as need() and on_all_ranks(). Four words
+# are used in all sections:
 #
 #     stage      consecutive layers. The first stage also has the embeddings, the last one the head
 #     chunk      the module of a stage. Some schedules, such as DualPipe, give a rank several chunks
@@ -385,8 +385,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #       Saver.save(), validate()               see there
 
 
-# Steps between collections of cyclic garbage, which main() leaves to train(): Python itself would
-# collect at a different moment on each rank, and a rank that pauses in a step keeps all waiting.
+# Steps between collections of cyclic garbage. Python's own are off (see perform()), as they would
+# come at a different moment on each rank, and a rank that pauses in a step keeps all waiting.
 GARBAGE_EVERY = 50
 
 
@@ -485,18 +485,16 @@ def make_mesh(args, groups=None, device=torch.device("cpu")):
     rank = dist.get_rank()
     groups = {} if groups is None else groups
     gpu = device if over_nccl(args, device) else None
-    for_gradients = set(GRADIENT_GROUPS)
-    if not args.experts:  # layers send nothing over dp_group, so gradients may share it
-        for_gradients.add("dp_group")
     own = {}
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
     for name, slices in slices_of(*degrees).items():
+        # without experts, layers send nothing over dp_group, so it may share a group of gradients
+        carries_gradients = name in GRADIENT_GROUPS or (name == "dp_group" and not args.experts)
         for ranks in map(tuple, slices.tolist()):
             is_alone = len(ranks) == 1
             if is_alone and rank not in ranks:
                 continue  # a group of one is created by its rank alone
-            # up to two groups of the same ranks: for gradients, and for all other messages
-            key = ranks, name in for_gradients and not is_alone
+            key = (ranks, carries_gradients and not is_alone)
             if key not in groups:
                 groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
             if rank in ranks:
@@ -548,49 +546,49 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         it is gcd(replicate, size of the group).
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-    dp_cp_groups = differing(grid, 1, 2)
+    dp_cp_groups = along(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # An ep_group is a run of in_dp_cp neighbours of dp x cp, each with a run of in_tp neighbours of
-    # tp. With tp 2 and ep 4 on 8 ranks, both are 2, and the groups are 0 1 2 3 and 4 5 6 7. Dims of
-    # `runs`: 0 pp, 1 which run of dp x cp, 2 where in it, 3 which run of tp, 4 where in it.
-    in_tp = math.gcd(ep, tp)
-    in_dp_cp = ep // in_tp
-    runs = grid.view(pp, dp * cp // in_dp_cp, in_dp_cp, tp // in_tp, in_tp)
-    ep_groups = differing(runs, 2, 4)
-    expert_dp_groups = differing(runs, 1)
+    # For experts, dp x cp is cut into blocks of `width` ranks, and tp into blocks of `depth`. One
+    # block of each makes an ep_group. With tp 2 and ep 4 on 8 ranks, both are 2, and the ep_groups
+    # are 0 1 2 3 and 4 5 6 7. Dims: pp, block of dp x cp, place in it, block of tp, place in it.
+    depth = math.gcd(ep, tp)
+    width = ep // depth
+    blocks = grid.view(pp, dp * cp // width, width, tp // depth, depth)
+    ep_groups = along(blocks, 2, 4)  # all places of two blocks
+    expert_dp_groups = along(blocks, 1)  # the same place in each block of dp x cp
     expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
     return {
-        "pp_group": differing(grid, 0),
-        "dp_group": differing(grid, 1),
-        "cp_group": differing(grid, 2),
-        "tp_group": differing(grid, 3),
+        "pp_group": along(grid, 0),
+        "dp_group": along(grid, 1),
+        "cp_group": along(grid, 2),
+        "tp_group": along(grid, 3),
         "dp_cp_group": dp_cp_groups,
-        "shard_group": runs_of(dp_cp_groups, replicate),
-        "replicate_group": across_runs(dp_cp_groups, replicate),
+        "shard_group": neighbours(dp_cp_groups, replicate),
+        "replicate_group": counterparts(dp_cp_groups, replicate),
         "ep_group": ep_groups,
         "expert_dp_group": expert_dp_groups,
-        "expert_shard_group": runs_of(expert_dp_groups, expert_replicate),
-        "expert_replicate_group": across_runs(expert_dp_groups, expert_replicate),
-        "expert_tp_group": differing(runs, 3),
-        "embedding_group": differing(ends, 0),
-        "node_group": runs_of(ep_groups, ep_nodes),
-        "cross_group": across_runs(ep_groups, ep_nodes),
+        "expert_shard_group": neighbours(expert_dp_groups, expert_replicate),
+        "expert_replicate_group": counterparts(expert_dp_groups, expert_replicate),
+        "expert_tp_group": along(blocks, 3),
+        "embedding_group": along(ends, 0),
+        "node_group": neighbours(ep_groups, ep_nodes),
+        "cross_group": counterparts(ep_groups, ep_nodes),
     }
 
 
-def differing(grid, *dims):
-    """Return a row for each group: the ranks that differ on these dims of the grid only."""
-    at_end = range(-len(dims), 0)
-    return grid.movedim(dims, tuple(at_end)).flatten(-len(dims)).flatten(0, -2)
+def along(grid, *dims):
+    """Return a row for each group along these dims: ranks whose other coordinates are equal."""
+    last = range(-len(dims), 0)
+    return grid.movedim(dims, tuple(last)).flatten(-len(dims)).flatten(0, -2)
 
 
-def runs_of(groups, count):
-    """Cut each group into `count` runs of neighbours. For 2, 0 2 4 6 becomes 0 2 and 4 6."""
+def neighbours(groups, count):
+    """Cut each group into `count` groups of neighbours. With 2, 0 2 4 6 becomes 0 2 and 4 6."""
     return groups.reshape(-1, groups.shape[1] // count)
 
 
-def across_runs(groups, count):
-    """Group the first ranks of all runs, the second, and so on. 0 2 4 6 becomes 0 4 and 2 6."""
+def counterparts(groups, count):
+    """Group the first of all neighbours(), the second, and so on. 0 2 4 6 becomes 0 4 and 2 6."""
     return groups.unflatten(1, (count, -1)).mT.flatten(0, 1)
 
 
@@ -599,14 +597,16 @@ def across_runs(groups, count):
 # Four words say how much of a parameter is meant:
 #
 #     whole      a parameter as one process would have it
-#     part       the rows, columns or experts of a whole that tp or ep gives to a rank. A Shard says
-#                which they are. If nothing splits a parameter, the part is the whole
+#     part       the rows, columns or experts of a whole that tp or ep gives to a rank. If nothing
+#                splits a parameter, the part is the whole
 #     shard      an equal share of a flat tensor into which ZeRO packs the parts of many parameters
 #     piece      the elements of one part that lie in this rank's shard, possibly none
 #
-# A gradient is summed over the ranks that have the same part and have used it for other tokens.
-# Weights are stored as (outputs, inputs), so a column-parallel layer splits rows. In braces are the
-# ranks for rank 0 of 8 with `--pp 2 --tp 2 --sp`, so that dp is 2:
+# tensor_parallel.py follows PyTorch: its class Shard describes a part, and set_shard() makes one.
+#
+# A gradient is summed over the ranks that hold the same part and have computed different terms of
+# its gradient. Weights are (outputs, inputs), so a column-parallel layer splits rows. In braces are
+# the ranks for rank 0 of 8 with `--pp 2 --tp 2 --sp`, so that dp is 2:
 #
 #     parameter                  split over            its gradient is summed over
 #     wte, lm_head               tp {0 1}, by rows     dp x cp {0 2}, and if tied, both stages {0 4}
@@ -624,10 +624,10 @@ def across_runs(groups, count):
 #     set_shard()           its part, in tensor_parallel.py; for experts, make_moe() does
 #     mark_sum_over_tp()    that its gradient is summed over tp
 #     declare()             its initial value, and whether it belongs to experts
-#     GPT.copies            which name is a copy of a tied weight
+#     GPT.tied              that the head has the embedding's weight
 #
-# placements_of() collects them in Placements. Initial values, wrapping, sums, the norm and
-# checkpoints read these.
+# placements_of() collects them in Placements, for initial values, ZeRO's groups, the sums over tp
+# and of the tied weight, the norm, and checkpoints.
 
 
 @dataclass(frozen=True, eq=False)
@@ -635,7 +635,7 @@ class Home:
     """The groups of one kind of parameter. Experts have one Home, and all others have another."""
 
     split_group: dist.ProcessGroup  # its ranks have different parts
-    copies_group: dist.ProcessGroup  # ranks of tp, which have copies of what they do not split
+    tp_group: dist.ProcessGroup  # ranks of tp that have the same part, if they do not split it
     dp_cp_group: dist.ProcessGroup  # ranks of dp x cp that have the same part
     shard_group: dist.ProcessGroup  # over its ranks ZeRO cuts a part
     replicate_group: dist.ProcessGroup  # its ranks have the same shard
@@ -651,13 +651,12 @@ class Homes(NamedTuple):
 def homes_of(mesh):
     """Return the Homes of a Mesh."""
     dense = Home(
-        split_group=mesh.tp_group, copies_group=mesh.tp_group, dp_cp_group=mesh.dp_cp_group,
+        split_group=mesh.tp_group, tp_group=mesh.tp_group, dp_cp_group=mesh.dp_cp_group,
         shard_group=mesh.shard_group, replicate_group=mesh.replicate_group,
     )  # fmt: skip
     experts = Home(
-        split_group=mesh.ep_group, copies_group=mesh.expert_tp_group,
-        dp_cp_group=mesh.expert_dp_group, shard_group=mesh.expert_shard_group,
-        replicate_group=mesh.expert_replicate_group,
+        split_group=mesh.ep_group, tp_group=mesh.expert_tp_group, dp_cp_group=mesh.expert_dp_group,
+        shard_group=mesh.expert_shard_group, replicate_group=mesh.expert_replicate_group,
     )  # fmt: skip
     return Homes(dense, experts)
 
@@ -683,20 +682,30 @@ def declare(module, is_expert=False, **initial):
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where a parameter or buffer of this rank lives, and what it begins with."""
+    """Where a parameter or buffer of this rank lives, and what it begins with.
 
-    name: str  # in the whole model. A copy of a tied weight has the name of the original
+    Originals count in the norm of the gradients and are saved. Other chunks may have copies:
+
+                                               is_tied  is_original  counts on
+        split over tp, or an expert            no       yes          all ranks of split_group
+        not split                              no       yes          the first rank of split_group
+        the token embedding, if head is tied   yes      yes          all ranks of split_group
+        a tied head on another stage           yes      no           no rank
+        all of DualPipe's second replica       as above no           no rank
+    """
+
+    name: str  # in the whole model. A tied head has the embedding's
     module: nn.Module  # has it as its `attribute`, which ZeRO replaces by this rank's piece
     attribute: str
     chunk: int  # the number of its chunk
     initial: object  # its initial value, see declare()
     home: Home
-    shard: Shard | None  # which part of the whole this rank has; None for all of it
-    sum_over_tp: bool  # whether home.copies_group sums its gradient, see mark_sum_over_tp()
-    is_tied: bool  # embedding and head share it. If two stages have it, they sum its gradient
-    is_copy: bool  # another chunk has the original, which counts in the norm and is saved
+    part: Shard | None  # which part of the whole this rank has; None for all of it
+    sum_over_tp: bool  # whether home.tp_group sums its gradient, see mark_sum_over_tp()
+    is_tied: bool  # embedding and head share it. If two chunks have it, they sum its gradient
+    is_original: bool  # False if another chunk has the original
     is_buffer: bool  # a buffer, such as the bias of a router
-    is_saved: bool  # checkpoints hold it
+    is_saved: bool  # checkpoints hold it, unlike buffers that are not persistent
 
     @property
     def tensor(self):
@@ -704,9 +713,9 @@ class Placement:
 
     @property
     def counts(self):
-        """Whether this rank counts it in the norm. What is not split counts on one rank of tp."""
+        """Whether this rank counts it in the norm."""
         is_first = dist.get_rank(self.home.split_group) == 0
-        return not self.is_copy and (self.shard is not None or is_first)
+        return self.is_original and (self.part is not None or is_first)
 
 
 def placements_of(chunks, homes, replicated):
@@ -718,28 +727,28 @@ def placements_of(chunks, homes, replicated):
     placements = []
     for number, chunk in enumerate(chunks):
         buffers = dict(chunk.named_buffers())
-        saved = chunk.state_dict()  # which lacks the buffers that are not persistent
+        saved = chunk.state_dict()
         for name in [*dict(chunk.named_parameters()), *buffers]:
             path, _, attribute = name.rpartition(".")
             module = chunk.get_submodule(path)
             initial = getattr(module, "initial", {})
             need(attribute in initial, f"{name} has no initial value: see declare()")
-            original = chunk.copies.get(name, name)
-            row = Placement(
+            original = chunk.tied.get(name, name)
+            placement = Placement(
                 name=original,
                 module=module,
                 attribute=attribute,
                 chunk=number,
                 initial=initial[attribute],
                 home=homes.experts if module.is_expert else homes.dense,
-                shard=getattr(module, "shards", {}).get(attribute),
+                part=getattr(module, "shards", {}).get(attribute),
                 sum_over_tp=attribute in getattr(module, "sums_over_tp", ()),
-                is_tied=original in chunk.copies.values(),
-                is_copy=name in chunk.copies or (replicated and number == 1),
+                is_tied=original in chunk.tied.values(),
+                is_original=name == original and not (replicated and number == 1),
                 is_buffer=name in buffers,
                 is_saved=name in saved,
             )
-            placements.append(row)
+            placements.append(placement)
     return placements
 
 
@@ -756,7 +765,8 @@ class Trainer:
     chunks: a GPT for each stage that this rank has.
     unique_chunks: the same without those of DualPipe's second replica.
     placements: a Placement for each parameter and buffer of the chunks.
-    mixtures: {row in sum_tallies(): MoE} of the chunks' mixtures of experts.
+    mixtures: {number: MoE} of the chunks' mixtures of experts, numbered over the whole model. With
+        --moe-every 2, those of layers 1, 3 and 5 have the numbers 0, 1 and 2.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
     steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
@@ -773,7 +783,7 @@ class Trainer:
         self.positions = torch.arange(args.seq_len)
         if args.cp > 1:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
-        deferred = WeightGradStore()
+        deferred = WeightGradStore()  # for schedules that put off the gradients of weights
         self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
         self.unique_chunks = self.chunks[:1] if self.replicated else self.chunks
         self.homes = homes_of(mesh)
@@ -782,13 +792,14 @@ class Trainer:
         self.mixtures = {}
         for chunk in self.chunks:
             for i, layer in chunk.transformer["h"].items():
-                if isinstance(layer.mlp, MoE):  # with --moe-every 2, layers 1, 3, 5: rows 0, 1, 2
+                if isinstance(layer.mlp, MoE):
                     self.mixtures[int(i) // args.moe_every] = layer.mlp
         self.stages = wrap(args, self.homes, self.chunks, self.placements)
         self.optimizer = make_optimizer(args, self.parameters())
-        rows = args.batch_size // (args.dp * args.microbatches)
-        # Inside a stage, activations are (T, B, D): positions come first, because sp divides dim 0.
-        shape = len(self.chunks[0].positions), rows, args.hidden
+        # Between layers, activations are (T, B, D): positions come first, as sp divides dim 0.
+        num_positions = len(self.chunks[0].activation_positions)
+        num_sequences = args.batch_size // (args.dp * args.microbatches)
+        shape = num_positions, num_sequences, args.hidden
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
         options = {"group": mesh.pp_group, "shape": shape, "dtype": dtype, "device": device}
         evaluation = forward_only(args.pp, args.microbatches, schedule.routes[0])
@@ -799,18 +810,18 @@ class Trainer:
             # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all
             sync_each=args.zero > 1,
         )  # fmt: skip
-        if args.overlap:
+        if args.overlap:  # where tokens travel, a forward hands over to a backward, and vice versa
             for mixture in self.mixtures.values():
                 mixture.hand_over = self.pipeline.turns.hand_over
 
     def parameters(self, home=None):
         """Return this rank's parameters, or ZeRO's pieces of them: all, or those of one Home."""
-        rows = [row for row in self.placements if not row.is_buffer]
-        return [row.tensor for row in rows if home is None or row.home is home]
+        parameters = [placement for placement in self.placements if not placement.is_buffer]
+        return [each.tensor for each in parameters if home is None or each.home is home]
 
     def originals(self):
-        """Return the Placements that are not copies: what is saved and counted."""
-        return [row for row in self.placements if not row.is_copy]
+        """Return the Placements of originals, which are saved."""
+        return [placement for placement in self.placements if placement.is_original]
 
     def step(self, inputs, targets):
         """Take one optimizer step on this rank's inputs and targets, (batch_size / dp, seq_len).
@@ -880,17 +891,27 @@ class Trainer:
         return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):
-        """Sum the gradients of a weight's copies where each copy has only part of the gradient."""
+        """Sum gradients over copies of a weight, each of which has only some terms of its gradient.
+
+        The sums over dp x cp have ended. The order of these three changes nothing but rounding. Of
+        a tied weight, a rank has
+
+            2 copies    with the first stage and the last, as in zb-v or DualPipe: it adds them
+            1 copy      with one of these stages: it adds the one of the other rank that has one
+            1, alone    pp is 1, so embedding and head use one parameter: embedding_group is alone
+            none        in the middle of a pipeline
+        """
         for home in self.homes:
-            own = [row.tensor for row in self.placements if row.sum_over_tp and row.home is home]
-            sum_gradients_over_tp(own, home.copies_group, check=not self.has_stepped)
+            marked = [each for each in self.placements if each.sum_over_tp and each.home is home]
+            parameters = [placement.tensor for placement in marked]
+            sum_gradients_over_tp(parameters, home.tp_group, check=not self.has_stepped)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
-        tied = [row.tensor.grad.detach() for row in self.placements if row.is_tied]
-        if len(tied) == 2:  # embedding and head are on the same rank
+        tied = [each.tensor.grad.detach() for each in self.placements if each.is_tied]
+        if len(tied) == 2:
             tied[0].add_(tied[1])
             tied[1].copy_(tied[0])
-        elif tied:  # one weight, in a group of one if pp is 1; else one of its two copies
+        elif len(tied) == 1:
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
     def clip_gradients(self):
@@ -905,8 +926,8 @@ class Trainer:
         """Return the norm of the model's gradients, in which each weight counts once."""
         norms = []
         for home in self.homes:
-            own = [row for row in self.placements if row.home is home and not row.is_buffer]
-            counted = [row.tensor.grad for row in own if row.counts]
+            own = [each for each in self.placements if each.home is home and not each.is_buffer]
+            counted = [placement.tensor.grad for placement in own if placement.counts]
             # squares are summed over ranks with different elements: ZeRO's shards, then parts
             groups = [home.shard_group] if self.args.zero else []
             groups.append(home.split_group)
@@ -926,8 +947,8 @@ class Trainer:
         elif is_finite:  # for which the host waits
             self.optimizer.step()
         if self.args.balance == "bias":
-            for row, layer in self.mixtures.items():
-                loads = tallies[row, : layer.num_experts]
+            for number, layer in self.mixtures.items():
+                loads = tallies[number, : layer.num_experts]
                 layer.router.update_bias(loads * is_finite)  # loads that are all 0 change no bias
 
     def batch_of(self, data, step, part="train"):
@@ -936,13 +957,13 @@ class Trainer:
         return data.batch(step, args.batch_size, args.seq_len, args.seed, self.own_rows(), part)
 
     def own_rows(self):
-        """Return the slice of this rank's rows in the global batch."""
-        rows = self.args.batch_size // self.args.dp
-        begin = dist.get_rank(self.mesh.dp_group) * rows
-        return slice(begin, begin + rows)
+        """Return the slice of this rank's sequences in the global batch."""
+        count = self.args.batch_size // self.args.dp
+        begin = dist.get_rank(self.mesh.dp_group) * count
+        return slice(begin, begin + count)
 
     def own_tokens(self, *batches):
-        """Copy this rank's positions of (rows, seq_len) batches to the device in one transfer."""
+        """Copy this rank's positions of batches (B, seq_len) to the device in one transfer."""
         tokens = torch.stack(batches)[:, :, self.positions]
         if self.device.type == "cuda":
             tokens = tokens.pin_memory()  # so that the host need not wait for the copy
@@ -958,11 +979,11 @@ def seed_dropout(seed, step, mesh):
 
 @torch.no_grad()
 def sum_tallies(mixtures, args, mesh, device):
-    """Return a row for each layer with experts: its tally, summed over ranks. Reset the tallies."""
-    sizes = args.layers // args.moe_every, args.experts + 3  # those of MoE.tally
+    """Return the tallies of all layers with experts, summed over ranks. Reset this rank's own."""
+    sizes = args.layers // args.moe_every, args.experts + 3  # MoE.tally has experts + 3 numbers
     tallies = torch.zeros(sizes, dtype=torch.float64, device=device)
-    for row, layer in mixtures.items():
-        tallies[row].copy_(layer.tally)
+    for number, layer in mixtures.items():
+        tallies[number].copy_(layer.tally)
         layer.tally.zero_()
     if args.experts:
         for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
@@ -983,8 +1004,8 @@ def check_vocabulary(inputs, targets, size):
 #     make_chunks()     one chunk: a GPT with the embeddings and layers 0 and 1 of 4, and of each
 #                       matrix the half that tp gives to rank 0. It has no values yet
 #     placements_of()   a Placement for each of its parameters. That of wte.weight says: chunk 0,
-#                       home dense, shard Shard(0, (256,), tp_group), is_tied, initial Normal()
-#     initialize()      their values
+#                       home dense, part Shard(0, (256,), tp_group), is_tied, initial Normal()
+#     initialize()      their values. A rank has memory for its whole chunks up to here
 #     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. From here on its
 #                       parameters are pieces, which together have half of its elements
 #     make_optimizer()  AdamW, which updates the pieces
@@ -1000,7 +1021,9 @@ WITH_PAIRS = ["dualpipe", "dualpipe-v"]  # may compute a forward and a backward 
 def make_chunks(args, mesh, device, routes, positions, deferred):
     """Create this rank's chunks, whose parameters have memory but no values.
 
-    routes: those of the schedule. deferred: a WeightGradStore.
+    routes: those of the schedule.
+    deferred: a WeightGradStore. With a zero-bubble schedule, linear layers leave the products for
+        their weights' gradients there in backward, and the schedule says when to compute them.
     """
 
     def attention_over_cp(q, k, v, dropout):  # dropout is 0, as check() excludes it with cp
@@ -1044,19 +1067,20 @@ def stages_of(rank, routes):
 
 def wrap(args, homes, chunks, placements):
     """Wrap each chunk in DDP or in ZeRO's class, which sum its gradients over dp x cp."""
-    weights = [row for row in placements if not row.is_buffer]
+    weights = [placement for placement in placements if not placement.is_buffer]
     if args.zero:
         return wrap_in_zero(args, homes, chunks, weights)
-    groups = {row.tensor: row.home.dp_cp_group for row in weights if row.home is homes.experts}
-    stages = []
+    of_experts = [weight.tensor for weight in weights if weight.home is homes.experts]
+    groups = dict.fromkeys(of_experts, homes.experts.dp_cp_group)
+    wrapped = []
     for chunk in chunks:
-        stage = DistributedDataParallel(
+        ddp = DistributedDataParallel(
             chunk, process_group=homes.dense.dp_cp_group, groups=groups, broadcast_buffers=False,
             gradient_as_bucket_view=True,  # no gradient is used after its step
             gradient_divide_factor=1, wait_in_backward=False,
         )  # fmt: skip
-        stages.append(stage)
-    return stages
+        wrapped.append(ddp)
+    return wrapped
 
 
 def wrap_in_zero(args, homes, chunks, weights):
@@ -1065,26 +1089,24 @@ def wrap_in_zero(args, homes, chunks, weights):
     With bf16, gradients are summed in fp32, over microbatches and over ranks. A router's weight is
     in fp32 everywhere.
     """
-    groups = {}
-    for row in weights:
-        if row.home is homes.experts:
-            groups[row.tensor] = row.home.shard_group, row.home.replicate_group
+    of_experts = [weight.tensor for weight in weights if weight.home is homes.experts]
+    own_groups = homes.experts.shard_group, homes.experts.replicate_group
     dtypes = {}
     if args.dtype == "bf16":
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     apart = packed_apart(args, homes, weights)
     under_way = deque()  # sums that have begun. Chunks share it, to advance each other's
-    stages = []
+    wrapped = []
     for chunk in chunks:
-        stage = FullyShardedDataParallel(
+        fsdp = FullyShardedDataParallel(
             chunk, units=chunk.transformer["h"].values(), stage=args.zero,
             process_group=homes.dense.shard_group, replicate_group=homes.dense.replicate_group,
-            groups=groups, apart=apart, **dtypes,
+            groups=dict.fromkeys(of_experts, own_groups), apart=apart, **dtypes,
             own_dtype=[m.weight for m in chunk.modules() if isinstance(m, Router)],
             gradient_divide_factor=1, wait_in_backward=False, under_way=under_way,
         )  # fmt: skip
-        stages.append(stage)
-    return stages
+        wrapped.append(fsdp)
+    return wrapped
 
 
 def packed_apart(args, homes, weights):
@@ -1100,9 +1122,12 @@ def packed_apart(args, homes, weights):
     So weights that tp splits are packed apart from those that it does not split. The tied weight is
     packed apart because its two stages have different weights beside it.
     """
-    dense = [row for row in weights if row.home is homes.dense]  # ep divides experts evenly
-    split = [row.tensor for row in dense if row.shard is not None and args.tp > 1]
-    return {*split, *(row.tensor for row in dense if row.is_tied)}
+    apart = set()
+    for weight in weights:
+        is_split = weight.part is not None and args.tp > 1
+        if weight.home is homes.dense and (is_split or weight.is_tied):  # ep divides evenly
+            apart.add(weight.tensor)
+    return apart
 
 
 # ---- the optimizer -------------------------------------------------------------------------------
@@ -1261,7 +1286,7 @@ class Parallel(NamedTuple):
     tp_group: dist.ProcessGroup | None = None  # the ranks that split the layers
     random: AbstractContextManager = nullcontext()  # in it, the ranks of tp draw different masks
     attention_fn: Callable = attention  # attention_fn(q, k, v, dropout probability)
-    defer: WeightGradStore | None = None  # to which linear layers defer products, if any
+    defer: WeightGradStore | None = None  # the `deferred` of make_chunks(), if any
     make_moe: Callable | None = None  # make_moe() creates the mixture of experts of a layer
 
 
@@ -1415,7 +1440,9 @@ class GPT(nn.Module):
     parallel: a Parallel.
     positions: the T positions of each sequence that this rank of cp holds.
     layers: the range of its layers.
-    copies: {name of the tied weight's copy: name of the original}, whichever stages have them.
+    activation_positions: those of its activations between layers, with sp T/tp of the T.
+    tied: {name of a tied head: name of the embedding whose weight it has}, whichever stages have
+        them.
     vocab_start: the first column of the logits of the last stage on this rank of tp.
     """
 
@@ -1424,7 +1451,7 @@ class GPT(nn.Module):
         self.config, self.parallel = config, parallel
         self.is_first = is_first
         self.is_last = is_last
-        self.copies = {"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {}
+        self.tied = {"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {}
         self.rotary = None
         if config.is_llama:
             self.rotary = RotaryPositions(config.hidden // config.heads, config.rope_theta)
@@ -1455,7 +1482,7 @@ class GPT(nn.Module):
         if self.is_first:
             x = self.transformer["wte"](x.t())
             if not self.config.is_llama:
-                x = x + self.transformer["wpe"](self.positions).unsqueeze(1)
+                x = x + self.transformer["wpe"](self.activation_positions).unsqueeze(1)
             x = residual_dropout(x, self.config, self.parallel.random, self.training)
         layers = list(self.transformer["h"].values())
         if self.config.recompute == "full":
@@ -1471,13 +1498,13 @@ class GPT(nn.Module):
         return x
 
     def set_positions(self, positions):
-        """Set which positions a sequence's tokens have. With sp, keep those of this rank of tp."""
+        """Set the T positions. With sp, this rank of tp has a chunk of them between layers."""
         if self.rotary:
             self.rotary.set_positions(positions)
-        self.positions = positions
+        self.activation_positions = positions
         if self.config.sp:
             rank, tp = rank_and_size(self.parallel.tp_group)
-            self.positions = positions.chunk(tp)[rank]
+            self.activation_positions = positions.chunk(tp)[rank]
 
 
 # ---- what layers cost, and how stages share them -------------------------------------------------
@@ -1486,27 +1513,29 @@ class GPT(nn.Module):
 def divide_layers(config, routes):
     """Return the range of each stage's layers, chosen so that the costliest rank costs least.
 
-    Every layer counts as 1, the mean cost of a layer, and the last stage starts with the cost of
-    the head. Each stage between the first and the last gets one layer. Each other layer is given to
-    the rank that costs least so far, and there to the cheapest stage. Among equal stages the last
-    one gets it, since earlier ones keep the activations of more microbatches. If the head costs as
-    much as 1.1 layers, 4 stages get 8, 8, 8 and 6 of 30 layers. routes: see stages_of().
+    A layer costs 1 on average, and the last stage also has the head. Each stage between the first
+    and the last gets one layer. Each other layer is given to the rank that costs least so far, and
+    there to the cheapest stage. Among equal stages the last one gets it, since earlier ones keep
+    the activations of more microbatches. If the head costs as much as 1.1 layers, 4 stages get 8,
+    8, 8 and 6 of 30 layers. routes: see stages_of().
     """
-    stages = range(len(routes[0]))
-    # the ranks that have a stage: two with DualPipe
-    holders = [frozenset(rank for rank, _ in places) for places in zip(*routes)]
-    passes = 4 if config.recompute == "full" else 3  # forward 1, backward 2, recomputation 1
-    sizes = [0 if stage in (stages[0], stages[-1]) else 1 for stage in stages]
-    costs = [float(size) for size in sizes]
-    # the head is never recomputed
+    num_stages = len(routes[0])
+    sizes = [1] * num_stages
+    sizes[0] = sizes[-1] = 0
+    costs = [*sizes]
+    # forward takes 1 pass, backward 2, and recomputation 1, of which the head needs none
+    passes = 4 if config.recompute == "full" else 3
     costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
-    of_holders = Counter({holders[-1]: costs[-1]})
-    of_holders.update(holder for holder, size in zip(holders, sizes) if size)
+    beside = [stages_of(rank, routes) for rank, _ in routes[0]]  # {stage: those of its rank}
+
+    def preference(stage):
+        cost_of_rank = sum(costs[other] for other in beside[stage])
+        return cost_of_rank, costs[stage], -stage
+
     for _ in range(config.layers - sum(sizes)):
-        stage = min(stages, key=lambda stage: (of_holders[holders[stage]], costs[stage], -stage))
+        stage = min(range(num_stages), key=preference)
         sizes[stage] += 1
         costs[stage] += 1
-        of_holders[holders[stage]] += 1
     ends = itertools.accumulate(sizes)
     return [range(end - size, end) for end, size in zip(ends, sizes)]
 
@@ -1542,25 +1571,31 @@ def flops_per_token(config):
     return 3 * (flops_of_layers(config) + flops_of_head(config))
 
 
-# ---- initial values, and where a part lies in the whole ------------------------------------------
+# ---- initial values ------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def initialize(placements, seed):
     """Give this rank's part of every parameter and buffer its initial value.
 
-    Numbers depend on the seed, the parameter's name and the row of the whole, never on the layout.
+    Normal numbers depend on the seed, on the parameter's name and on their row of the whole, or
+    their column in a matrix whose columns tp splits. They never depend on the layout.
     """
-    for row in placements:
-        tensor = row.tensor
-        if not isinstance(row.initial, Normal):
-            tensor.fill_(row.initial)
+    for placement in placements:
+        tensor = placement.tensor
+        if not isinstance(placement.initial, Normal):
+            tensor.fill_(placement.initial)
             continue
-        dim = row.shard.dim if row.shard else 0
-        _, views = views_in_whole(tensor, tensor, row.shard)
-        for first_index, view in views.items():
-            rows = view.movedim(dim, 0)  # along the dim that is split
-            rows.copy_(normal(rows.shape, row.initial.std, f"{seed} {row.name}", first_index[dim]))
+        dim = 0
+        runs = [(0, len(tensor))]  # first row in the whole, number of rows
+        if placement.part is not None:
+            dim = placement.part.dim
+            runs = placement.part.runs()
+        key = f"{seed} {placement.name}"
+        rows = tensor.movedim(dim, 0)
+        own_runs = rows.split([count for _, count in runs])
+        for own, (first_row, _) in zip(own_runs, runs):
+            own.copy_(normal(own.shape, placement.initial.std, key, first_row))
 
 
 def normal(shape, std, key, offset=0):
@@ -1585,19 +1620,26 @@ def normal(shape, std, key, offset=0):
     return value.mul_(std)
 
 
-def views_in_whole(parameter, tensor, shard=None):
+# ---- where a piece lies in the whole -------------------------------------------------------------
+#
+# A checkpoint saved in one layout can be loaded in any other ("resharding"), because it holds whole
+# tensors. Each rank says which boxes, that is rectangular blocks, of a whole it has, and PyTorch's
+# checkpoints copy what boxes of the old layout and of the new one have in common. A piece is a
+# range of a flattened part. So it is cut into boxes of the part, and these into boxes of the whole.
+# Here a rank has rows 0, 1 and 4 of a whole of (6, 2) as its part, and a piece of 5 elements:
+#
+#     whole    part     piece                  boxes of the part    boxes of the whole
+#     row 0    row 0    . 1                    (0, 1): 1            (0, 1): 1
+#     row 1    row 1    2 3                    (1, 0): 2 3          (1, 0): 2 3
+#     row 4    row 2    4 5                            4 5          (4, 0): 4 5
+#
+# A box is named by the index of its first element.
+
+
+def views_in_whole(parameter, tensor, part=None):
     """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
 
-    A box is a rectangular block. A piece, a range of a flattened part, is cut into boxes of the
-    part, and each box gets its index in the whole. Here rank 0 has rows 0, 1 and 4 of a whole of
-    (6, 2), as in Shard's example:
-
-        row of the whole    part of rank 0    piece with offset 1    its boxes, {index: shape}
-        0                   0 1               . 1                    (0, 1): (1, 1)
-        1                   2 3               2 3                    (1, 0): (1, 2)
-        4                   4 5               4 5                    (4, 0): (1, 2)
-
-    parameter: a part that lies where `shard` says, the whole if that is None, or a piece of it.
+    parameter: a part that lies where `part` says, the whole if that is None, or a piece of it.
     tensor: the parameter, or a tensor of the same layout, such as a moment.
     """
     shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
@@ -1606,15 +1648,15 @@ def views_in_whole(parameter, tensor, shard=None):
     views = {}
     for index, sizes in boxes_between(shape, begin, begin + len(rest)):
         size = math.prod(sizes)
-        views |= boxes_in_whole(index, rest[:size].view(sizes), shard)
+        views |= boxes_in_whole(index, rest[:size].view(sizes), part)
         rest = rest[size:]
-    if shard is None:
+    if part is None:
         return shape, views
-    return (*shape[: shard.dim], sum(shard.blocks), *shape[shard.dim + 1 :]), views
+    return (*shape[: part.dim], sum(part.blocks), *shape[part.dim + 1 :]), views
 
 
 def boxes_between(shape, begin, end):
-    """Cut elements begin:end of a flattened tensor into boxes. Yield each as (first index, sizes).
+    """Cut elements begin:end of a flattened part into boxes. Yield each as (index, sizes).
 
         shape (4, 2), 1:7      . 1       the rest of row 0     (0, 1), (1, 1)
                                2 3       whole rows            (1, 0), (2, 2)
@@ -1638,22 +1680,21 @@ def boxes_between(shape, begin, end):
             begin = row * size + row_end
 
 
-def boxes_in_whole(index, box, shard):
-    """Return {index in the whole: view} for the box at this index of the part.
+def boxes_in_whole(index, box, part):
+    """Cut the box at this index of the part where its runs end. Return {index in the whole: view}.
 
-    In the example above, rows 1 and 2 of the part are rows 1 and 4 of the whole, so a box with both
-    is cut into two.
+    In the example, rows 0 and 1 of the part are one run, and row 2 is another.
     """
-    if shard is None:
+    if part is None:
         return {index: box}
-    dim = shard.dim
+    dim = part.dim
     views = {}
-    run_begin = 0  # the first row of the run in the part. Its first row in the whole is `row`
-    for row, count in shard.runs():
+    run_begin = 0  # in the part
+    for begin_in_whole, count in part.runs():
         begin = max(run_begin, index[dim])
         end = min(run_begin + count, index[dim] + box.size(dim))
         if begin < end:
-            moved = (*index[:dim], row + begin - run_begin, *index[dim + 1 :])
+            moved = (*index[:dim], begin_in_whole + begin - run_begin, *index[dim + 1 :])
             views[moved] = box.narrow(dim, begin - index[dim], end - begin)
         run_begin += count
     return views
@@ -1662,8 +1703,9 @@ def boxes_in_whole(index, box, shard):
 # ==== services ====================================================================================
 #
 # Here the technique ends. What follows serves a long run on real data: it sets the learning rate,
-# reads data and flags, writes samples, checkpoints and a log, compares copies, and ends all
-# processes alike. It sends messages for these, but holds no further technique of parallelism.
+# reads data and flags, writes samples, checkpoints and a log, and ends all processes alike. It has
+# to do with the layout where it loads a checkpoint of another one, sums a sample's logits over tp,
+# cp and pp, and checks that copies on different ranks are still equal.
 
 # ---- learning rate and validation ----------------------------------------------------------------
 
@@ -1915,7 +1957,7 @@ def sample(trainer, prompt, count):
     schedule = forward_only(args.pp, 1, schedule_of(args).routes[0])
     pipeline = Pipeline(
         stages, schedule, lambda logits, _: logits, group=trainer.mesh.pp_group,
-        shape=(len(trainer.chunks[0].positions), 1, args.hidden),  # sp divides positions, too
+        shape=(len(trainer.chunks[0].activation_positions), 1, args.hidden),
         dtype=trainer.evaluation.like["dtype"], device=trainer.device,
     )  # fmt: skip
     random = np.random.default_rng([args.seed, trainer.steps_done])
@@ -2015,7 +2057,7 @@ def boxes_of(placements, value=lambda tensor: tensor):
     for row in placements:
         tensor = value(row.tensor)
         if row.is_saved and tensor is not None:
-            whole = views_in_whole(row.tensor, tensor, row.shard)
+            whole = views_in_whole(row.tensor, tensor, row.part)
             result[row.name] = Boxes(tensor.dtype, *whole)
     return result
 
@@ -2361,7 +2403,7 @@ def require_equal_gradients(trainer):
     """
     if trainer.args.tp == 1:
         return
-    for group in dict.fromkeys(home.copies_group for home in trainer.homes):
+    for group in dict.fromkeys(home.tp_group for home in trainer.homes):
         for chunk in trainer.chunks:
             on_all_ranks(check_gradients_over_tp, chunk, group, status=1)
 

@@ -167,7 +167,7 @@ def _state(trainer):
     tensors += [layer.tally for layer in trainer.mixtures.values()]
     tensors += [moment for state in trainer.optimizer.state.values() for moment in state.values()]
     for chunk in trainer.chunks:
-        tensors += [chunk.positions, *chunk.state_dict().values()]
+        tensors += [chunk.activation_positions, *chunk.state_dict().values()]
     return [tensor.clone() for tensor in tensors]
 
 

@@ -173,8 +173,8 @@ def parameters_of(config):
         part = "layer with experts" if int(number) else "layer"
         layers |= dict.fromkeys(block.parameters(), part)
     for row in (row for row in rows if not row.is_buffer):
-        others = "copy" if row.is_copy else ("embedding", "head")[row.chunk]
-        kind = "experts" if row.module.is_expert else "split" if row.shard else "copied"
+        others = ("embedding", "head")[row.chunk] if row.is_original else "copy"
+        kind = "experts" if row.module.is_expert else "split" if row.part else "copied"
         found[layers.get(row.tensor, others), kind] += row.tensor.numel()
     return found
 
