@@ -507,25 +507,6 @@ def make_mesh(args, groups=None, device=torch.device("cpu")):
     return Mesh(**own)
 
 
-def over_nccl(args, device):
-    """Return whether messages go over NCCL, for which each process needs a GPU of its own."""
-    return device.type == "cuda" and args.device != "shared"
-
-
-def make_group(ranks, timeout, gpu=None):
-    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
-
-    On a GPU it has NCCL, on a stream of high priority, so that messages do not wait for kernels of
-    the computation. Otherwise, and if it has one rank, it has the backend of the world, gloo.
-    """
-    is_alone = len(ranks) == 1
-    if is_alone or gpu is None:
-        return dist.new_group(ranks, timeout, use_local_synchronization=is_alone)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # new_group() warns if it differs
-    return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
-
-
 def ranks_on_one_node(slices, per_node):
     """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
 
@@ -991,12 +972,6 @@ def sum_tallies(mixtures, args, mesh, device):
     return tallies
 
 
-def check_vocabulary(inputs, targets, size):
-    """Raise TrainingError if a token of the batch is outside the vocabulary. Collective."""
-    if any_rank(max(inputs.max().item(), targets.max().item()) >= size):
-        raise TrainingError(f"--data: a token is outside --vocab-size {size}")
-
-
 # ---- what a step works with ----------------------------------------------------------------------
 #
 # Trainer.__init__() prepares a step. With `--pp 2 --tp 2 --zero 1` on 8 ranks, rank 0 gets:
@@ -1014,8 +989,6 @@ def check_vocabulary(inputs, targets, size):
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
 }  # fmt: skip
-WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.v is None]  # --chunks per rank
-WITH_PAIRS = ["dualpipe", "dualpipe-v"]  # may compute a forward and a backward together: --overlap
 
 
 def make_chunks(args, mesh, device, routes, positions, deferred):
@@ -1566,11 +1539,6 @@ def flops_of_head(config):
     return 2 * config.hidden * config.vocab_size
 
 
-def flops_per_token(config):
-    """Return the FLOPs of forward and backward per token. Recomputation does not count."""
-    return 3 * (flops_of_layers(config) + flops_of_head(config))
-
-
 # ---- initial values ------------------------------------------------------------------------------
 
 
@@ -1620,86 +1588,6 @@ def normal(shape, std, key, offset=0):
     return value.mul_(std)
 
 
-# ---- where a piece lies in the whole -------------------------------------------------------------
-#
-# A checkpoint saved in one layout can be loaded in any other ("resharding"), because it holds whole
-# tensors. Each rank says which boxes, that is rectangular blocks, of a whole it has, and PyTorch's
-# checkpoints copy what boxes of the old layout and of the new one have in common. A piece is a
-# range of a flattened part. So it is cut into boxes of the part, and these into boxes of the whole.
-# Here a rank has rows 0, 1 and 4 of a whole of (6, 2) as its part, and a piece of 5 elements:
-#
-#     whole    part     piece                  boxes of the part    boxes of the whole
-#     row 0    row 0    . 1                    (0, 1): 1            (0, 1): 1
-#     row 1    row 1    2 3                    (1, 0): 2 3          (1, 0): 2 3
-#     row 4    row 2    4 5                            4 5          (4, 0): 4 5
-#
-# A box is named by the index of its first element.
-
-
-def views_in_whole(parameter, tensor, part=None):
-    """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
-
-    parameter: a part that lies where `part` says, the whole if that is None, or a piece of it.
-    tensor: the parameter, or a tensor of the same layout, such as a moment.
-    """
-    shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
-    begin = getattr(parameter, "offset", 0)
-    rest = tensor.detach().view(-1)
-    views = {}
-    for index, sizes in boxes_between(shape, begin, begin + len(rest)):
-        size = math.prod(sizes)
-        views |= boxes_in_whole(index, rest[:size].view(sizes), part)
-        rest = rest[size:]
-    if part is None:
-        return shape, views
-    return (*shape[: part.dim], sum(part.blocks), *shape[part.dim + 1 :]), views
-
-
-def boxes_between(shape, begin, end):
-    """Cut elements begin:end of a flattened part into boxes. Yield each as (index, sizes).
-
-        shape (4, 2), 1:7      . 1       the rest of row 0     (0, 1), (1, 1)
-                               2 3       whole rows            (1, 0), (2, 2)
-                               4 5
-                               6 .       the start of row 3    (3, 0), (1, 1)
-    """
-    if not shape and begin < end:  # a number
-        yield (), ()
-        return
-    size = math.prod(shape[1:])  # of a row, which may be a matrix
-    while begin < end:
-        row, offset = divmod(begin, size)
-        count = (end - begin) // size
-        if offset == 0 and count > 0:  # whole rows
-            yield (row, *[0] * (len(shape) - 1)), (count, *shape[1:])
-            begin += count * size
-        else:  # some elements of one row, which are cut in the same way
-            row_end = min(end - row * size, size)
-            for index, sizes in boxes_between(shape[1:], offset, row_end):
-                yield (row, *index), (1, *sizes)
-            begin = row * size + row_end
-
-
-def boxes_in_whole(index, box, part):
-    """Cut the box at this index of the part where its runs end. Return {index in the whole: view}.
-
-    In the example, rows 0 and 1 of the part are one run, and row 2 is another.
-    """
-    if part is None:
-        return {index: box}
-    dim = part.dim
-    views = {}
-    run_begin = 0  # in the part
-    for begin_in_whole, count in part.runs():
-        begin = max(run_begin, index[dim])
-        end = min(run_begin + count, index[dim] + box.size(dim))
-        if begin < end:
-            moved = (*index[:dim], begin_in_whole + begin - run_begin, *index[dim + 1 :])
-            views[moved] = box.narrow(dim, begin - index[dim], end - begin)
-        run_begin += count
-    return views
-
-
 # ==== services ====================================================================================
 #
 # Here the technique ends. What follows serves a long run on real data: it sets the learning rate,
@@ -1726,6 +1614,12 @@ def learning_rate(step, args):
     height = {"none": 1.0, "linear": 1 - progress, "cosine": cosine}[args.lr_decay]
     floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
     return args.lr * (floor + (1 - floor) * height)
+
+
+def check_vocabulary(inputs, targets, size):
+    """Raise TrainingError if a token of the batch is outside the vocabulary. Collective."""
+    if any_rank(max(inputs.max().item(), targets.max().item()) >= size):
+        raise TrainingError(f"--data: a token is outside --vocab-size {size}")
 
 
 def evaluate(trainer, data, batches=8):
@@ -2011,6 +1905,86 @@ def text_of(tokens):
     """Decode bytes. What is not UTF-8, no byte, or could control a terminal becomes U+FFFD."""
     text = bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
+# ---- where a piece lies in the whole -------------------------------------------------------------
+#
+# A checkpoint saved in one layout can be loaded in any other ("resharding"), because it holds whole
+# tensors. Each rank says which boxes, that is rectangular blocks, of a whole it has, and PyTorch's
+# checkpoints copy what boxes of the old layout and of the new one have in common. A piece is a
+# range of a flattened part. So it is cut into boxes of the part, and these into boxes of the whole.
+# Here a rank has rows 0, 1 and 4 of a whole of (6, 2) as its part, and a piece of 5 elements:
+#
+#     whole    part     piece                  boxes of the part    boxes of the whole
+#     row 0    row 0    . 1                    (0, 1): 1            (0, 1): 1
+#     row 1    row 1    2 3                    (1, 0): 2 3          (1, 0): 2 3
+#     row 4    row 2    4 5                            4 5          (4, 0): 4 5
+#
+# A box is named by the index of its first element.
+
+
+def views_in_whole(parameter, tensor, part=None):
+    """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
+
+    parameter: a part that lies where `part` says, the whole if that is None, or a piece of it.
+    tensor: the parameter, or a tensor of the same layout, such as a moment.
+    """
+    shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
+    begin = getattr(parameter, "offset", 0)
+    rest = tensor.detach().view(-1)
+    views = {}
+    for index, sizes in boxes_between(shape, begin, begin + len(rest)):
+        size = math.prod(sizes)
+        views |= boxes_in_whole(index, rest[:size].view(sizes), part)
+        rest = rest[size:]
+    if part is None:
+        return shape, views
+    return (*shape[: part.dim], sum(part.blocks), *shape[part.dim + 1 :]), views
+
+
+def boxes_between(shape, begin, end):
+    """Cut elements begin:end of a flattened part into boxes. Yield each as (index, sizes).
+
+        shape (4, 2), 1:7      . 1       the rest of row 0     (0, 1), (1, 1)
+                               2 3       whole rows            (1, 0), (2, 2)
+                               4 5
+                               6 .       the start of row 3    (3, 0), (1, 1)
+    """
+    if not shape and begin < end:  # a number
+        yield (), ()
+        return
+    size = math.prod(shape[1:])  # of a row, which may be a matrix
+    while begin < end:
+        row, offset = divmod(begin, size)
+        count = (end - begin) // size
+        if offset == 0 and count > 0:  # whole rows
+            yield (row, *[0] * (len(shape) - 1)), (count, *shape[1:])
+            begin += count * size
+        else:  # some elements of one row, which are cut in the same way
+            row_end = min(end - row * size, size)
+            for index, sizes in boxes_between(shape[1:], offset, row_end):
+                yield (row, *index), (1, *sizes)
+            begin = row * size + row_end
+
+
+def boxes_in_whole(index, box, part):
+    """Cut the box at this index of the part where its runs end. Return {index in the whole: view}.
+
+    In the example, rows 0 and 1 of the part are one run, and row 2 is another.
+    """
+    if part is None:
+        return {index: box}
+    dim = part.dim
+    views = {}
+    run_begin = 0  # in the part
+    for begin_in_whole, count in part.runs():
+        begin = max(run_begin, index[dim])
+        end = min(run_begin + count, index[dim] + box.size(dim))
+        if begin < end:
+            moved = (*index[:dim], begin_in_whole + begin - run_begin, *index[dim + 1 :])
+            views[moved] = box.narrow(dim, begin - index[dim], end - begin)
+        run_begin += count
+    return views
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -2484,6 +2458,11 @@ def known_peak(args, device):
     return PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
 
 
+def flops_per_token(config):
+    """Return the FLOPs of forward and backward per token. Recomputation does not count."""
+    return 3 * (flops_of_layers(config) + flops_of_head(config))
+
+
 def peak_memory(device):
     """Return the most bytes that this process has had on its GPU, or else in the host's memory."""
     if device.type == "cuda":
@@ -2726,6 +2705,8 @@ example: two pipeline stages, each on two ranks that split every matrix
   torchrun --nproc-per-node 4 hybrid.py --pp 2 --tp 2 --steps 100
 """
 
+WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.v is None]  # --chunks per rank
+WITH_PAIRS = ["dualpipe", "dualpipe-v"]  # may compute a forward and a backward together: --overlap
 # What a flag has no effect without: {flag: (an expression as in RULES, the value of the flag that
 # means that it is off)}. With another value, it is refused unless the expression holds.
 NEEDS = {
@@ -3117,6 +3098,25 @@ def agree(argv):
     if over_nccl(args, device):
         schedule_as_batch("SCHED_OTHER")  # messages do not depend on gloo's threads
     return args, device
+
+
+def over_nccl(args, device):
+    """Return whether messages go over NCCL, for which each process needs a GPU of its own."""
+    return device.type == "cuda" and args.device != "shared"
+
+
+def make_group(ranks, timeout, gpu=None):
+    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
+
+    On a GPU it has NCCL, on a stream of high priority, so that messages do not wait for kernels of
+    the computation. Otherwise, and if it has one rank, it has the backend of the world, gloo.
+    """
+    is_alone = len(ranks) == 1
+    if is_alone or gpu is None:
+        return dist.new_group(ranks, timeout, use_local_synchronization=is_alone)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group() warns if it differs
+    return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
 
 
 def choose_device(args, local_rank=0, per_node=1):
