@@ -1671,35 +1671,20 @@ class Data(NamedTuple):
 def read_data(args):
     """Return the run's Data and a digest of its tokens. Collective.
 
-    Raises TrainingError with status 2 if the data cannot be read, differ between nodes, or have a
+    Raises TrainingError with status 2 if the data cannot be read, differ between ranks, or have a
     token outside the vocabulary. If nodes had different standard libraries, a pipeline's last stage
     would read targets that do not belong to the first stage's inputs.
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
-    digest, largest = digest_of(data, args.per_node)
+    digests = [hashlib.sha256(part).digest() for part in data]
+    digest = hashlib.sha256(b"".join(digests)).hexdigest()
+    require_same({"data": f"with digest {digest}"}, source)
+    largest = max(int(part.max()) for part in data)
     if largest >= args.vocab_size:
         token = f"token {largest} (read as {data.train.dtype})"
         raise TrainingError(f"{source}{token} is outside --vocab-size {args.vocab_size}", 2)
-    require_same({"data": f"with digest {digest}"}, source)
     return data, digest
-
-
-def digest_of(data, per_node):
-    """Return (SHA-256 of this node's data, largest token on any node). Collective.
-
-    Hashing 1.3 GB takes a core a second, so the ranks of a node divide the chunks of the data.
-    """
-    size = 2**24  # tokens in a chunk, so that the digest does not depend on the number of ranks
-    chunks = [part[begin : begin + size] for part in data for begin in range(0, len(part), size)]
-    rank_on_node = dist.get_rank() % per_node
-    own = chunks[rank_on_node::per_node]
-    digests = [hashlib.sha256(chunk).hexdigest() for chunk in own]
-    found = gather_objects((digests, max([int(chunk.max()) for chunk in own], default=0)))
-    first_rank = dist.get_rank() - rank_on_node
-    of_node = [digests for digests, _ in found[first_rank : first_rank + per_node]]
-    whole = "".join(of_node[i % per_node][i // per_node] for i in range(len(chunks)))
-    return hashlib.sha256(whole.encode()).hexdigest(), max(largest for _, largest in found)
 
 
 def load_data(path, seq_len, vocab_size=256):
@@ -1723,13 +1708,14 @@ def load_data(path, seq_len, vocab_size=256):
         parts = [read_tokens(path / name, dtype) for name in ("train.bin", "val.bin")]
     else:
         if path.is_dir():
-            is_wanted = lambda file: file.is_file() and file.stat().st_size > 0
-            files = sorted(filter(is_wanted, path.glob(pattern)))
-            is_jsonl = any(file.suffix == ".jsonl" for file in files)
-            separator = DOCUMENT_END if is_jsonl else b"\n"
-            tokens = np.frombuffer(separator.join(map(read_text, files)), np.uint8)
+            files = [file for file in sorted(path.glob(pattern)) if file.is_file()]
+            texts = [read_text(file) for file in files if file.stat().st_size > 0]
+            has_jsonl = any(file.suffix == ".jsonl" for file in files)
+            tokens = np.frombuffer((DOCUMENT_END if has_jsonl else b"\n").join(texts), np.uint8)
+        elif path.suffix == ".bin":
+            tokens = read_tokens(path, dtype)
         else:
-            tokens = read_tokens(path, dtype) if path.suffix == ".bin" else read_text(path)
+            tokens = read_text(path)
         parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
     sizes = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
     need(min(map(len, parts)) > seq_len, f"{sizes} are too few for --seq-len {seq_len}")
@@ -1737,25 +1723,23 @@ def load_data(path, seq_len, vocab_size=256):
 
 
 DOCUMENT_END = b"\xff"  # never occurs in UTF-8
-LLMC = 20240520, 20240801  # files of llm.c begin with one of these, as an int32
 
 
 def read_tokens(path, dtype):
     """Return the tokens of a .bin file, or raise ValueError if it holds anything but tokens."""
     name = path.name
     head = np.memmap(path, np.uint8, "r")[:1000].tobytes()
-    has_index = path.with_suffix(".idx").exists()
-    need(not has_index, f"{name} is Megatron's, as it has an .idx file, which says of what type")
-    is_llmc = int.from_bytes(head[:4], "little") in LLMC
+    need(not path.with_suffix(".idx").exists(), f"{name} is Megatron's: its .idx has the type")
+    is_llmc = int.from_bytes(head[:4], "little") in (20240520, 20240801)
     need(not is_llmc, f"{name} begins with llm.c's header of 1024 bytes, which are no tokens")
     text = head.decode(errors="replace")[:-1]  # the last character may have been cut
     is_text = "\0" not in text and "\ufffd" not in text  # U+FFFD stands for what is not UTF-8
     need(not is_text, f"{name} is text, so its name should not end with .bin")
     tokens = np.memmap(path, dtype, "r")
-    # Of wider integers, one half is 0 or far below the other one: below 16 for tokens below 2**20
-    end = tokens[max(len(tokens) // 2, len(tokens) - 2**20) :]  # without a header, which may differ
-    small, large = sorted([end[::2], end[1::2]], key=lambda half: int(half.sum()))
-    is_wider = 64 * int(small.sum()) < int(large.sum()) and small.max(initial=0) < 16
+    pairs = tokens[: len(tokens) // 2 * 2].reshape(-1, 2)
+    low, high = pairs[len(pairs) // 2 :][: 2**20].T  # from the middle, as a header may differ
+    # the upper halves of wider integers are below 16 for tokens below 2**20, and mostly 0
+    is_wider = 64 * int(high.sum()) < int(low.sum()) and (high < 16).all()
     how = f"np.fromfile(FILE, DTYPE).astype(np.{dtype.__name__}).tofile('train.bin')"
     need(not is_wider, f"{name} is of a wider type than {dtype.__name__}: {how}")
     return tokens
@@ -1782,22 +1766,20 @@ def read_text(path):
 
 
 def check_memory(args, device):
-    """Raise ValueError if the batch or, on CPUs, the model takes more memory than the machine has.
+    """Raise ValueError if batches or, on CPUs, weights take more memory than the machine has.
 
     Linux would swap for minutes, and then kill a process. A GPU says by itself that it is full.
     """
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    tokens = args.batch_size // args.dp * (args.seq_len + 1)
-    taken = {"batch_size seq_len": 24 * tokens + 8 * args.batch_size}  # as int64, three times
+    nbytes = 24 * args.batch_size // args.dp * (args.seq_len + 1)  # tokens, three times as int64
     if device.type == "cpu":
-        whole = replace(args, top_k=args.experts)  # the FLOPs of a token that used all experts
-        flops = [forward_flops(whole, args.has_experts(layer))[0] for layer in range(args.layers)]
-        matrices = sum(flops) // 2 + args.hidden * args.vocab_size
-        own = 4 * matrices // (args.pp * max(args.tp, args.ep))  # if tp or ep divides them all
-        taken["layers hidden ffn vocab_size experts shared_experts"] = own * args.per_node
-    for names, nbytes in taken.items():
-        sizes = f"{nbytes / 2**30:,.0f} GiB or more, of {memory / 2**30:,.0f}"
-        need(nbytes < memory, f"{typed(args, *names.split())}: this takes {sizes} of memory")
+        whole = replace(args, top_k=args.experts)  # its tokens use all weights, at 2 FLOPs each
+        flops = sum(forward_flops(whole, args.has_experts(i))[0] for i in range(args.layers))
+        weights = flops // 2 + args.hidden * args.vocab_size
+        nbytes += 4 * weights // (args.pp * max(args.tp, args.ep))  # if tp or ep divides them all
+    names = "batch_size seq_len layers hidden ffn vocab_size experts shared_experts".split()
+    size = f"{args.per_node * nbytes / 2**30:,.0f} GiB or more of memory"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    need(args.per_node * nbytes < memory, f"{typed(args, *names)}: a machine needs {size}")
 
 
 # ---- samples -------------------------------------------------------------------------------------
@@ -1844,24 +1826,20 @@ def sample(trainer, prompt, count):
     divisor = 2 * args.cp * args.tp  # cp cuts a row into 2 cp chunks, and sp and MoE cut by tp
     length = math.ceil((len(prompt) + count) / divisor) * divisor
     length = min(length, args.seq_len)
-    set_length(trainer, length)
-    for chunk in trainer.chunks:
-        chunk.eval()
-    stages = trainer.stages[: len(trainer.unique_chunks)]
-    schedule = forward_only(args.pp, 1, schedule_of(args).routes[0])
-    pipeline = Pipeline(
-        stages, schedule, lambda logits, _: logits, group=trainer.mesh.pp_group,
-        shape=(len(trainer.chunks[0].activation_positions), 1, args.hidden),
-        dtype=trainer.evaluation.like["dtype"], device=trainer.device,
-    )  # fmt: skip
     random = np.random.default_rng([args.seed, trainer.steps_done])
     tokens = list(prompt)
-    for _ in range(count):
-        logits = next_logits(trainer, pipeline, tokens[-length:], length)
-        token = choose_token(logits, args.temperature, random)
-        broadcast(token)  # rank 0's, since rounding may differ between replicas
-        tokens.append(token.item())
-    set_length(trainer, args.seq_len)
+    for chunk in trainer.chunks:
+        chunk.eval()
+    set_length(trainer, length)
+    try:
+        pipeline = pipeline_of_rows(trainer)
+        for _ in range(count):
+            logits = next_logits(trainer, pipeline, tokens[-length:], length)
+            token = choose_token(logits, args.temperature, random)
+            broadcast(token)  # rank 0's, since rounding may differ between replicas
+            tokens.append(token.item())
+    finally:
+        set_length(trainer, args.seq_len)
     return tokens[len(prompt) :]
 
 
@@ -1874,11 +1852,23 @@ def set_length(trainer, length):
         chunk.set_positions(trainer.positions.to(trainer.device))
 
 
-def next_logits(trainer, pipeline, window, length):
-    """Return the logits (V,) of the token that follows the window of at most `length` tokens.
+def pipeline_of_rows(trainer):
+    """Return a Pipeline whose step() takes one row and returns its logits, (T, 1, V/tp).
 
-    pipeline: its step() returns the logits (T, 1, V/tp) of one row, on ranks with the last stage.
+    Ranks without the last stage get None.
     """
+    args = trainer.args
+    stages = trainer.stages[: len(trainer.unique_chunks)]
+    schedule = forward_only(args.pp, 1, schedule_of(args).routes[0])
+    return Pipeline(
+        stages, schedule, lambda logits, _: logits, group=trainer.mesh.pp_group,
+        shape=(len(trainer.chunks[0].activation_positions), 1, args.hidden),
+        dtype=trainer.evaluation.like["dtype"], device=trainer.device,
+    )  # fmt: skip
+
+
+def next_logits(trainer, pipeline, window, length):
+    """Return the logits (V,) of the token that follows the window of at most `length` tokens."""
     row = torch.tensor([window + [0] * (length - len(window))])
     (row,) = trainer.own_tokens(row)  # (1, T)
     output = pipeline.step(row, row)
@@ -1902,9 +1892,8 @@ def choose_token(logits, temperature, random):
 
 
 def text_of(tokens):
-    """Decode bytes. What is not UTF-8, no byte, or could control a terminal becomes U+FFFD."""
-    text = bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    """Decode bytes. What is no byte, or not UTF-8, becomes U+FFFD."""
+    return bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
 
 
 # ---- where a piece lies in the whole -------------------------------------------------------------
@@ -1997,6 +1986,7 @@ class Boxes(torch.Tensor):
     """A tensor for torch.distributed.checkpoint, of which a rank holds rectangular parts (boxes).
 
     boxes: {first index of a box: view}. The tensor itself takes memory for one number only.
+    dcp.save() asks for write items, dcp.load() for the list of chunks, and both for their views.
     """
 
     @staticmethod
@@ -2066,32 +2056,40 @@ def require_savable(trainer, options):
 
     options: those of its groups before the first step. The learning rate is the trainer's.
     """
-    optimizer = trainer.optimizer
-    lost = set()
-    for weight, state in optimizer.state.items():
-        for name in state.keys() - {"step"}:
-            is_saved = state[name] is None or is_moment(state[name], weight)
-            if name == "model" or not is_saved:  # weights are saved as "model"
-                lost.add(name)
-    states = optimizer.state.values()
-    steps = [torch.as_tensor(state["step"]) for state in states if "step" in state]
-    if steps and torch.stack(steps).ne(trainer.steps_done).any():  # the host waits once
-        lost.add("step")
-    shapes = {weight.shape for weight in trainer.parameters()}
-
-    def is_state(value):
-        if isinstance(value, torch.optim.Optimizer):
-            return value is not optimizer
-        return torch.is_tensor(value) and value.shape in shapes
-
-    for name in vars(optimizer).keys() - {"state", "param_groups"}:
-        if any(map(is_state, tree_leaves(vars(optimizer)[name]))):
-            lost.add(name)
-    for group, before in zip(optimizer.param_groups, options):
+    lost = lost_values(trainer) | hidden_state(trainer)
+    for group, before in zip(trainer.optimizer.param_groups, options):
         names = group.keys() - {"params", "lr", "shards"}
         lost.update(name for name in names if group[name] is not before.get(name))
-    who = f"{type(optimizer).__name__} keeps {', '.join(sorted(lost))}"
+    who = f"{type(trainer.optimizer).__name__} keeps {', '.join(sorted(lost))}"
     need(not lost, f"{who}: checkpoints have only state of the weights' shapes, and the step")
+
+
+def lost_values(trainer):
+    """Return which values of the optimizer's state are neither moments nor the trainer's step."""
+    lost = set()
+    steps = []
+    for weight, state in trainer.optimizer.state.items():
+        for name, value in state.items():
+            if name == "step":
+                steps.append(torch.as_tensor(value))
+            elif name == "model" or not (value is None or is_moment(value, weight)):
+                lost.add(name)  # a moment named "model" would overwrite the weights
+    if steps and torch.stack(steps).ne(trainer.steps_done).any():  # the host waits once
+        lost.add("step")
+    return lost
+
+
+def hidden_state(trainer):
+    """Return which attributes of the optimizer hold tensors of weights' shapes, or optimizers."""
+    optimizer = trainer.optimizer
+    shapes = {weight.shape for weight in trainer.parameters()}
+    hidden = set()
+    for name in vars(optimizer).keys() - {"state", "param_groups"}:
+        for value in tree_leaves(vars(optimizer)[name]):
+            is_other = isinstance(value, torch.optim.Optimizer) and value is not optimizer
+            if is_other or (torch.is_tensor(value) and value.shape in shapes):
+                hidden.add(name)
+    return hidden
 
 
 def create_moments(trainer):
@@ -2124,12 +2122,12 @@ class Saver:
     in host memory. Only one copy exists, since save() first waits for the previous save.
 
     The thread sends over a gloo group of its own, so its messages never meet those of a step. If a
-    save fails, it fails on all ranks alike: must_stop() is true from then on, and the next save()
-    or wait() raises the error.
+    save fails, it fails on all ranks alike: must_stop() is then true, and the next save() or wait()
+    raises the error.
 
     Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. At
-    its end, a save under way is waited for, unless ranks have come apart. No other run can use the
-    folder until the thread has ended.
+    its end, a save under way is waited for, unless ranks have come apart. Until the thread has
+    ended, the folder is locked against other runs, if its file system has locks.
 
     data_digest: that of read_data(). sigterm: whether this rank has received SIGTERM.
     """
@@ -2141,7 +2139,6 @@ class Saver:
         self.data_digest = data_digest
         self.options = [dict(group) for group in trainer.optimizer.param_groups]
         self.sigterm = False
-        self.failed = False
         self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
         barrier(self.group)  # connects the ranks, here rather than in the thread
         self.executor = ThreadPoolExecutor(1)  # Python waits for its thread before it exits
@@ -2164,18 +2161,16 @@ class Saver:
 
     def write(self, state, copied, path, run):
         """Write a state once the event `copied` has happened. This runs in the thread."""
-        try:
-            if copied is not None:
-                torch.cuda.set_device(self.trainer.device)  # each thread has its own
-                copied.synchronize()
-            write_checkpoint(state, path, run, self.group)
-        except BaseException:
-            self.failed = True
-            raise
+        if copied is not None:
+            torch.cuda.set_device(self.trainer.device)  # each thread has its own
+            copied.synchronize()
+        write_checkpoint(state, path, run, self.group)
 
     def must_stop(self):
         """Return whether any rank has received SIGTERM, or a save has failed. Collective."""
-        return any_rank(self.sigterm or self.failed)
+        has_ended = self.pending is not None and self.pending.done()
+        has_failed = has_ended and self.pending.exception() is not None
+        return any_rank(self.sigterm or has_failed)
 
     def wait(self):
         """Return when the save under way has ended. If it failed, raise TrainingError."""
@@ -2296,8 +2291,8 @@ def claim(folder):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError("another run is using this folder") from None
-    except OSError:
-        pass  # some network file systems have no locks
+    except OSError as error:  # some network file systems have no locks
+        say(f"warning: --checkpoint {folder} is not safe from a second run: {error}")
     return file
 
 
@@ -2360,7 +2355,7 @@ def read_run(path, rank=0, world_size=1):
 def differences(trainer, run, data_digest):
     """Return phrases that say how this run differs from the one whose run.json says `run`."""
     now = flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__}
-    names = [name for name in now if name not in OF_A_MACHINE and now[name] != run.get(name)]
+    names = [name for name in now if name not in PATHS and now[name] != run.get(name)]
     found = [f"{as_typed(name, now[name])} (was {run.get(name)})" for name in names]
     if run["data_digest"] != data_digest:
         found.append(f"other data (was {run['data'] or 'the default'})")
@@ -2385,21 +2380,22 @@ def require_equal_gradients(trainer):
 def require_equal_copies(trainer):
     """Raise TrainingError if copies have come to differ. Collective.
 
-    Whatever two ranks hold of the same place in the same weight, bias of a router or moment must
-    have the same bits: replicas over dp x cp, with ZeRO the copies of its shards, what tp does not
-    divide, copies of experts, the tied weight, and DualPipe's second replica. If bits differ, a
-    memory or a computation has been at fault, and the training would go on with both values.
+    Boxes of ranks that begin at the same place of the same weight, bias of a router or moment must
+    have the same shape and the same bits: replicas over dp x cp, with ZeRO the copies of its
+    shards, what tp does not divide, copies of experts, the tied weight, and DualPipe's second
+    replica. If bits differ, a memory or a computation has been at fault, and the training would go
+    on with both values. If shapes differ, so do the cuts, and copies have not been summed alike.
     """
     mesh = trainer.mesh
     own = fingerprints(trainer)
     faults = []
     for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
-        first = {}  # {what: (rank, fingerprint)}
+        first = {}  # {place: (rank, what it has there)}
         for rank, theirs in zip(dist.get_process_group_ranks(group), gather_objects(own, group)):
-            for what, value in theirs:
-                other, expected = first.setdefault(what, (rank, value))
-                if value != expected:
-                    faults.append(f"{what} on rank {rank} differs from its copy on rank {other}")
+            for place, box in theirs:
+                other, expected = first.setdefault(place, (rank, box))
+                if box != expected:
+                    faults.append(f"{place} on rank {rank} differs from its copy on rank {other}")
     for found in gather_objects(faults[:1]):
         for fault in found:
             raise TrainingError(fault)
@@ -2407,18 +2403,20 @@ def require_equal_copies(trainer):
 
 @torch.no_grad()
 def fingerprints(trainer):
-    """Return [(what, fingerprint)] for each part of the state that this rank holds."""
-    parts, values = [], []
+    """Return [(place, (shape, fingerprint))] for each box of the state that this rank holds."""
+    places, shapes, values = [], [], []
     for chunk in range(len(trainer.chunks)):
         for kind, tensors in state_of(trainer, chunk).items():
-            for name, tensor in tensors.items():
-                for first_index, box in tensor.boxes.items():
+            for name, whole in tensors.items():
+                for first_index, box in whole.boxes.items():
                     what = name if kind == "model" else f"{kind} of {name}"
-                    parts.append(f"{what}{list(box.shape)} at {list(first_index)}")
+                    places.append(f"{what} at {list(first_index)}")
+                    shapes.append(list(box.shape))
                     values.append(fingerprint(box))
-    if not parts:  # a small model that ZeRO divides over many ranks
+    if not values:  # a small model that ZeRO divides over many ranks
         return []
-    return list(zip(parts, torch.stack(values).tolist()))  # the host waits for the device once
+    numbers = torch.stack(values).tolist()  # here the host waits for the device, once
+    return list(zip(places, zip(shapes, numbers)))
 
 
 def fingerprint(tensor):
@@ -2438,24 +2436,21 @@ def fingerprint(tensor):
 
 # ---- log -----------------------------------------------------------------------------------------
 
-# The peak TFLOP/s of dense products in bf16, from data sheets, by the names that
-# torch.cuda.get_device_name() returns. Others have an MFU only with --peak-tflops.
-PEAK_TFLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312,
+PEAK_TFLOPS = {  # of dense products in bf16, from data sheets, by the name that CUDA has for a GPU
     "NVIDIA A100-SXM4-80GB": 312,
     "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H100 PCIe": 756,
-    "NVIDIA H800": 989,
     "NVIDIA H200": 989,
+    "NVIDIA H800": 989,
     "NVIDIA B200": 2250,
 }
 
 
 def known_peak(args, device):
-    """Return the device's peak in TFLOP/s, or None if it is unknown or shared by processes."""
-    if device.type != "cuda" or args.device == "shared" or args.dtype != "bf16":
-        return None
-    return PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+    """Return a device's peak in TFLOP/s, or None if it is unknown or processes share the device."""
+    is_alone = device.type == "cuda" and args.device != "shared"
+    if is_alone and args.dtype == "bf16":
+        return PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+    return None
 
 
 def flops_per_token(config):
@@ -2478,28 +2473,26 @@ class Log:
     """
 
     def __init__(self, trainer):
+        args = trainer.args
         self.trainer = trainer
         self.speaks = dist.get_rank() == 0
         self.began = time.perf_counter()
         self.first_step = trainer.steps_done + 1
-        args = trainer.args
         self.peak = args.peak_tflops or known_peak(args, trainer.device)
         path = args.metrics if self.speaks and args.metrics else os.devnull
         mode = "a" if trainer.steps_done else "w"
-        open_file = partial(open, path, mode, opener=open_at_once)
-        self.file = on_all_ranks(open_file, prefix=f"--metrics {args.metrics}: ")
+        self.file = on_all_ranks(open, path, mode, prefix=f"--metrics {args.metrics}: ")
         self.write({"flags": flags_of(args)})
         for line in describe(trainer):
             self.say(line)
 
     def step(self, metrics, seconds, must_print=False):
         """Report the metrics of a step that took so many seconds."""
-        step = self.trainer.steps_done
         args = self.trainer.args
+        step = self.trainer.steps_done
         tokens = args.batch_size * args.seq_len
-        speed = tokens / seconds
-        tflops = speed * flops_per_token(args) / args.world_size / 1e12  # of a device
-        numbers = {"loss": metrics["loss"], "tokens_per_s": speed, "tflops": tflops}
+        tflops = flops_per_token(args) * tokens / seconds / args.world_size / 1e12
+        numbers = {"loss": metrics["loss"], "tokens_per_s": tokens / seconds, "tflops": tflops}
         if self.peak:
             numbers["mfu"] = tflops / self.peak
         numbers |= metrics
@@ -2542,11 +2535,6 @@ class Log:
             self.file = open(os.devnull, "w")
 
 
-def open_at_once(path, flags):
-    """Open a file for open(). A pipe that nobody reads raises OSError rather than wait."""
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
-
-
 def describe(trainer):
     """Return lines that say how large the model is and how the run is laid out. Collective."""
     args = trainer.args
@@ -2562,73 +2550,63 @@ def describe(trainer):
 
 
 # ---- flags ---------------------------------------------------------------------------------------
+#
+# A flag is a field of Args. Those of the model are the fields of GPTConfig, with their types and
+# defaults, and MODEL_FLAGS adds what the command line says of them. The others are declared below.
 
 
 def flag(default, help, **details):
-    """Declare a dataclass field that is also a flag of the command line.
+    """Declare a dataclass field that is also a flag.
 
     details: choices, or the bounds of a number, which must be in [least, below). By default, least
         is 1, or 0 for a float, and below is 2**31, or infinity for a float.
-        group: the heading in --help for this flag and the next ones (default: the previous one).
     """
     return field(default=default, metadata={"help": help} | details)
 
 
+MODEL_FLAGS = {
+    "layers": {"help": "number of transformer layers", "below": 10**5},
+    "hidden": {"help": "width of the model"},
+    "heads": {"help": "attention heads"},
+    "seq_len": {"help": "tokens in a sequence"},
+    "vocab_size": {"help": "tokens in the vocabulary"},
+    "dropout": {"help": "dropout in attention and residuals", "below": 1},
+    "kv_heads": {"help": "heads of keys and values (default: --heads)"},
+    "ffn": {"help": "inner width of an MLP or expert (default: 4 x --hidden)"},
+    "block": {"help": "GPT-2's or Llama's layers", "choices": ("gpt2", "llama")},
+    "rope_theta": {"help": "base of rotary positions' angles", "least": 1},
+    "head": {
+        "help": "whether the head has the embedding's weight (default: untied for llama)",
+        "choices": ("tied", "untied"),
+    },
+    "experts": {"help": "experts in a layer, or 0 for an MLP", "least": 0},
+    "top_k": {"help": "experts that a token uses"},
+    "shared_experts": {"help": "experts that every token uses in addition", "least": 0},
+    "capacity_factor": {"help": "limit of an expert's load / mean load", "least": 0.01},
+    "balance": {
+        "help": "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
+        "choices": ("aux", "bias", "none"),
+    },
+    "moe_every": {"help": "one layer in this many has experts"},
+    "topk_nodes": {"help": "nodes whose experts a token may use (default: all)"},
+    "sp": {"help": "sequence parallelism: split activations over tp, too"},
+    "recompute": {
+        "help": "recompute attention (selective) or layers (full) in backward",
+        "choices": ("none", "selective", "full"),
+    },
+    "recompute_layers": {"help": "layers that --recompute full recomputes as one"},
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Args(GPTConfig):
-    """All flags of a run, completed and checked. NEEDS says which have no effect without others."""
+    """All flags of a run, completed and checked, and three facts that follow from the launch."""
 
     world_size: int
     per_node: int  # so many consecutive ranks always share a node
     ep_nodes: int  # the number of nodes over which an ep_group is spread
 
-    # the model
-    layers: int = flag(GPTConfig.layers, "number of transformer layers", below=10**5, group="model")
-    hidden: int = flag(GPTConfig.hidden, "width of the model")
-    heads: int = flag(GPTConfig.heads, "attention heads")
-    seq_len: int = flag(GPTConfig.seq_len, "tokens in a sequence")
-    vocab_size: int = flag(GPTConfig.vocab_size, "tokens in the vocabulary")
-    dropout: float = flag(GPTConfig.dropout, "dropout in attention and residuals", below=1)
-    kv_heads: int | None = flag(GPTConfig.kv_heads, "heads of keys and values (default: --heads)")
-    ffn: int | None = flag(GPTConfig.ffn, "inner width of an MLP or expert (default: 4 x --hidden)")
-    block: str = flag(GPTConfig.block, "GPT-2's or Llama's layers", choices=("gpt2", "llama"))
-    rope_theta: float = flag(GPTConfig.rope_theta, "base of rotary positions' angles", least=1)
-    head: str | None = flag(
-        GPTConfig.head, "whether the head has the embedding's weight (default: tied, with --block "
-        "llama untied)", choices=("tied", "untied"),
-    )  # fmt: skip
-
-    # its experts
-    experts: int = flag(
-        GPTConfig.experts, "experts in a layer, or 0 for an MLP", least=0, group="experts"
-    )
-    top_k: int = flag(GPTConfig.top_k, "experts that a token uses")
-    shared_experts: int = flag(
-        GPTConfig.shared_experts, "experts that every token uses in addition", least=0
-    )
-    capacity_factor: float | None = flag(
-        GPTConfig.capacity_factor, "limit of an expert's load / mean load", least=0.01
-    )
-    balance: str = flag(
-        GPTConfig.balance, "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
-        choices=("aux", "bias", "none"),
-    )  # fmt: skip
-    moe_every: int = flag(GPTConfig.moe_every, "one layer in this many has experts")
-    topk_nodes: int | None = flag(
-        GPTConfig.topk_nodes, "nodes whose experts a token may use (default: all)"
-    )
-
-    # how the work is divided, with the degrees of the axes
-    sp: bool = flag(
-        GPTConfig.sp, "sequence parallelism: split activations over tp, too", group="layout"
-    )
-    recompute: str = flag(
-        GPTConfig.recompute, "recompute attention (selective) or layers (full) in backward",
-        choices=("none", "selective", "full"),
-    )  # fmt: skip
-    recompute_layers: int = flag(
-        GPTConfig.recompute_layers, "layers that --recompute full recomputes as one"
-    )
+    # how the work is divided
     dp: int | None = flag(None, "replicas (default: as many as there are processes for)")
     tp: int = flag(1, "ranks that split every matrix")
     cp: int = flag(1, "ranks that split the sequence, in attention too")
@@ -2638,24 +2616,19 @@ class Args(GPTConfig):
     cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
     overlap: bool = flag(
-        False, "compute a forward and a backward in turns, each while the other's tokens travel to "
-        "experts: pays where they cross nodes; needs --ep > 1",
+        False, "take turns of a forward and a backward, each while the other's tokens travel: pays "
+        "where they cross nodes to their experts",
     )  # fmt: skip
     chunks: int = flag(2, "pipeline stages on each rank")
-    microbatches: int | None = flag(
-        None, "parts of a batch (default: 1; with pp up to 4 x pp)", below=10**5
-    )
+    microbatches: int | None = flag(None, "parts of a batch (default: 1 or 4 x pp)", below=10**5)
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
     expert_parts: int | None = flag(
-        None, "parts of a microbatch, some of which travel beside the experts of others (default: "
-        "2 if messages are long, else 1)",
-    )  # fmt: skip
+        None, "parts of a microbatch that travel in turns (default: 2 if messages are long, else 1)"
+    )
     collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"))
 
     # what an optimizer step does
-    batch_size: int | None = flag(
-        None, "sequences per step, of all replicas (default: 16 or more)", group="optimisation"
-    )
+    batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)")
     steps: int = flag(1200, "optimizer steps", below=10**8)
     lr: float = flag(3e-3, "peak learning rate")
     warmup: int = flag(20, "steps of linear warm-up", least=0)
@@ -2671,7 +2644,7 @@ class Args(GPTConfig):
     # where a run happens, what it reads and what it writes
     device: str = flag(
         "auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
-        choices=("auto", "cpu", "cuda", "shared"), group="run",
+        choices=("auto", "cpu", "cuda", "shared"),
     )  # fmt: skip
     data: str | None = flag(None, "text, .jsonl, tokens (.bin), folder (default: Python's sources)")
     checkpoint: str | None = flag(None, "folder to save checkpoints in and to resume from")
@@ -2679,65 +2652,54 @@ class Args(GPTConfig):
     keep: int = flag(2, "checkpoints to keep; older ones are deleted")
     eval_every: int | None = flag(None, "steps between validations (default: one at the end)")
     sample: int | None = flag(
-        None, "tokens to write with every validation (default: 200, or 0 with .bin data and no "
-        "--prompt)", least=0,
-    )  # fmt: skip
-    prompt: str | None = flag(
-        None, "start of a sample: text, or with .bin data tokens as 1,2,3 (default: the first "
-        "token for validation)",
-    )  # fmt: skip
+        None, "tokens of a sample at every validation (default: 200; .bin with --prompt)", least=0
+    )
+    prompt: str | None = flag(None, "start of a sample: text, or with .bin data tokens as 1,2,3")
     temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens")
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
     metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
-    peak_tflops: float | None = flag(
-        None, "TFLOP/s that a device could reach, of which mfu is the part used (default: that of "
-        "some GPUs in bf16)",
-    )  # fmt: skip
+    peak_tflops: float | None = flag(None, "a device's peak, for mfu (default: some GPUs' in bf16)")
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
-FLAGS = [flag for flag in fields(Args) if "help" in flag.metadata]
-USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
-EPILOG = """
-A flag that has no effect without another one is refused if the other one is missing.
+FLAGS = {each.name: each for each in fields(Args) if each.metadata or each.name in MODEL_FLAGS}
+PATHS = {"data", "checkpoint", "metrics"}  # flags that may differ between the machines of a run
 
-example: two pipeline stages, each on two ranks that split every matrix
-  torchrun --nproc-per-node 4 hybrid.py --pp 2 --tp 2 --steps 100
-"""
+# Rules are expressions of flags, and not functions, because --help and errors show the very rule
+# that is evaluated, and an error lists the flags that occur in it.
 
 WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.v is None]  # --chunks per rank
 WITH_PAIRS = ["dualpipe", "dualpipe-v"]  # may compute a forward and a backward together: --overlap
-# What a flag has no effect without: {flag: (an expression as in RULES, the value of the flag that
-# means that it is off)}. With another value, it is refused unless the expression holds.
-NEEDS = {
-    "rope_theta": ("block == 'llama'", None),
-    "top_k": ("experts > 0", None),
-    "shared_experts": ("experts > 0", 0),
-    "capacity_factor": ("experts > 0", None),
-    "balance": ("experts > 0", "none"),
-    "moe_every": ("experts > 0", 1),
-    "topk_nodes": ("experts > 0", None),
-    "sp": ("tp > 1", None),
-    "recompute_layers": ("recompute == 'full'", 1),
-    "replicate": ("zero > 0", 1),
-    "cp_method": ("cp > 1", None),
-    "schedule": ("pp > 1", "1f1b"),
-    "overlap": (f"schedule in {WITH_PAIRS}", None),
-    "chunks": (f"schedule in {WITH_CHUNKS}", 1),
-    "ep": ("experts > 0", 1),
-    "expert_parts": ("ep > 1", 1),
-    "collectives": ("pp * dp * cp * tp > 1", "ours"),
-    "decay_steps": ("lr_decay != 'none'", None),
-    "min_lr": ("lr_decay != 'none'", None),
-    "save_every": ("checkpoint", None),
-    "keep": ("checkpoint", None),
-    "prompt": ("sample != 0", None),
-    "temperature": ("sample != 0", None),
+
+# {rule: flags that have no effect without it, and are refused}
+WITHOUT_EFFECT_UNLESS = {
+    "block == 'llama'": "rope_theta",
+    "experts > 0": "top_k shared_experts capacity_factor balance moe_every topk_nodes ep",
+    "ep > 1": "expert_parts",
+    "tp > 1": "sp",
+    "cp > 1": "cp_method",
+    "pp > 1": "schedule",
+    f"schedule in {WITH_PAIRS}": "overlap",
+    f"schedule in {WITH_CHUNKS}": "chunks",
+    "zero > 0": "replicate",
+    "recompute == 'full'": "recompute_layers",
+    "pp * dp * cp * tp > 1": "collectives",
+    "lr_decay != 'none'": "decay_steps min_lr",
+    "checkpoint": "save_every keep",
+    "sample != 0": "prompt temperature",
 }
+NEEDS = {name: rule for rule, names in WITHOUT_EFFECT_UNLESS.items() for name in names.split()}
+# The value with which such a flag asks for nothing. It is never refused.
+NOTHING = {
+    "shared_experts": 0, "balance": "none", "moe_every": 1, "ep": 1, "expert_parts": 1,
+    "schedule": "1f1b", "chunks": 1, "replicate": 1, "recompute_layers": 1, "collectives": "ours",
+}  # fmt: skip
 # What must hold of the flags, and how an error says it after it has listed their values. A rule may
 # rely on the earlier ones. Besides flags, it may use the other fields of Args.
 RULES = {
     "pp * dp * cp * tp == world_size": "pp x dp x cp x tp is not {world_size}, the number of ranks",
+    "dtype != 'bf16' or zero != 0":
+        "ZeRO has the fp32 weights; --zero 1 with a --replicate of dp x cp splits nothing",
     "dp * cp % replicate == 0": "replicate does not divide dp x cp",
     "dp * cp * tp % ep == 0": "ep does not divide dp x cp x tp",
     "ep > 1 or not overlap": "no tokens travel to experts of other ranks",
@@ -2781,7 +2743,7 @@ def parse(argv, world_size, per_node=None):
     for name, value in given.items():
         is_empty = value == ""
         need(not is_empty, f"{as_typed(name)}: the value is empty (is a shell variable not set?)")
-    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given)
+    args = argparse.Namespace(**{name: each.default for name, each in FLAGS.items()} | given)
     args.world_size = world_size
     args.per_node = per_node or world_size
     complete(args)
@@ -2791,37 +2753,52 @@ def parse(argv, world_size, per_node=None):
     return args
 
 
+USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
+EPILOG = """
+A flag that has no effect without another one is refused if the other one is missing.
+
+example: two pipeline stages, each on two ranks that split every matrix
+  torchrun --nproc-per-node 4 hybrid.py --pp 2 --tp 2 --steps 100
+"""
+HEADINGS = {  # in --help, before these flags
+    "layers": "model", "experts": "experts", "sp": "layout", "batch_size": "optimisation",
+    "device": "run",
+}  # fmt: skip
+
+
 class Parser(argparse.ArgumentParser):
     """The command line's parser. It raises ValueError on errors, and sets only the flags given."""
 
-    def __init__(self):
-        options = {"usage": USAGE, "description": __doc__.splitlines()[0], "epilog": EPILOG}
-        options["formatter_class"] = argparse.RawDescriptionHelpFormatter
-        super().__init__("hybrid.py", allow_abbrev=False, **options)
-        for flag in FLAGS:
-            if "group" in flag.metadata:
-                group = self.add_argument_group(flag.metadata["group"])
-            group.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
+    def __init__(self, **options):
+        super().__init__(
+            "hybrid.py", usage=USAGE, description=__doc__.splitlines()[0], epilog=EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options,
+        )  # fmt: skip
+        for name in FLAGS:
+            if name in HEADINGS:
+                group = self.add_argument_group(HEADINGS[name])
+            group.add_argument(as_typed(name), default=argparse.SUPPRESS, **options_of(name))
 
     def error(self, message):
         raise ValueError(message.removeprefix("argument "))
 
 
-def options_of(flag):
+def options_of(name):
     """Return the options of add_argument() for a flag."""
-    help = flag.metadata["help"]
-    kind, *_ = get_args(flag.type) or [flag.type]  # the int of `int | None`
-    if flag.default is not None and kind is not bool:
-        help += f" (default: {flag.default})"
-    if flag.name in NEEDS:
-        rule, _ = NEEDS[flag.name]
-        help += f"; needs {rule}"
+    default = FLAGS[name].default
+    details = FLAGS[name].metadata or MODEL_FLAGS[name]
+    kind, *_ = get_args(FLAGS[name].type) or [FLAGS[name].type]  # the int of `int | None`
+    help = details["help"]
+    if default is not None and kind is not bool:
+        help += f" (default: {default})"
+    if name in NEEDS:
+        help += f"; needs {NEEDS[name]}"
     if kind is bool:
         return {"help": help, "action": "store_true"}
-    if kind is str or "choices" in flag.metadata:
-        return {"help": help, "type": kind, "choices": flag.metadata.get("choices")}
-    least = flag.metadata.get("least", 1 if kind is int else 0)
-    below = flag.metadata.get("below", 2**31 if kind is int else math.inf)
+    if kind is str or "choices" in details:
+        return {"help": help, "type": kind, "choices": details.get("choices")}
+    least = details.get("least", 1 if kind is int else 0)
+    below = details.get("below", 2**31 if kind is int else math.inf)
     return {"help": help, "type": at_least(least, kind, below), "metavar": "N"}
 
 
@@ -2838,38 +2815,37 @@ def at_least(least, kind=int, below=math.inf):
 
 
 def complete(args):
-    """Set the flags that have not been given and whose defaults depend on others, and ep_nodes."""
+    """Set ep_nodes, and the flags that have not been given and whose defaults depend on others."""
     args.kv_heads = args.kv_heads or args.heads
     args.head = args.head or usual_head(args.block)
     args.ffn = args.ffn or 4 * args.hidden
     args.dp = args.dp or max(1, args.world_size // (args.pp * args.cp * args.tp))
-    dp_cp = args.dp * args.cp
     if args.zero is None:
-        args.zero = int(dp_cp > 1)
-    if args.dtype == "bf16" and not args.zero:
-        is_whole = args.replicate in (None, dp_cp)
-        need(is_whole, f"{typed(args, 'dtype', 'replicate')} cuts state, so it needs --zero > 0")
-        args.zero = 1  # ZeRO keeps fp32 weights
-        args.replicate = dp_cp  # a copy per rank
+        args.zero = int(args.dp * args.cp > 1 or args.dtype == "bf16")
     args.replicate = args.replicate or 1
-    # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
-    if args.per_node % args.tp == 0:
-        inside = math.gcd(args.ep, args.tp) * (args.per_node // args.tp)
-    else:  # nodes cut tp_groups
-        inside = math.gcd(args.ep, args.tp, args.per_node)
-    args.ep_nodes = args.ep // math.gcd(args.ep, inside)
+    args.ep_nodes = nodes_of_experts(args)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp. By
-    # default, each replica's pipeline gets a multiple of 2 x pp sequences, cut into 4 x pp parts if
-    # possible.
-    most = 4 * args.pp if args.pp > 1 else 1
-    divisor = args.dp * (args.microbatches or math.ceil(most / 2))
-    args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
-    args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
+    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp
+    few = 2 * args.pp if args.pp > 1 else 1
+    many = 4 * args.pp if args.pp > 1 else 1
+    if args.batch_size is None:  # 16 or the next larger size in which each microbatch has sequences
+        smallest = args.dp * (args.microbatches or few)
+        args.batch_size = math.ceil(16 / smallest) * smallest
+    if args.microbatches is None:
+        args.microbatches = math.gcd(args.batch_size // args.dp, many)
     if args.decay_steps is None:
         args.decay_steps = max(0, args.steps - args.warmup)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
+
+
+def nodes_of_experts(args):
+    """Return over how many nodes an ep_group is spread, with equally many of its ranks on each."""
+    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of()
+    in_dp_cp = args.ep // in_tp
+    if args.per_node % args.tp == 0:  # a node has whole tp_groups
+        return in_dp_cp // math.gcd(in_dp_cp, args.per_node // args.tp)
+    return args.ep // math.gcd(in_tp, args.per_node)
 
 
 def check(args, given):
@@ -2877,10 +2853,9 @@ def check(args, given):
 
     args: all fields of Args, set. given: {name: value} of the flags on the command line.
     """
-    for name, (rule, off) in NEEDS.items():
-        value = given.get(name, off)
-        sentence = f"{as_typed(name, value)} needs {rule}"
-        need(value == off or holds(rule, args), sentence)
+    for name, rule in NEEDS.items():
+        if name in given and given[name] != NOTHING.get(name):
+            need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
     for sentence in broken(RULES, args):
         raise ValueError(sentence)
 
@@ -2889,9 +2864,8 @@ def broken(rules, args):
     """Yield a sentence, which begins with flags and their values, for each rule that is broken."""
     for rule, fault in rules.items():
         if not holds(rule, args):
-            names = compile(rule, "", "eval").co_names
-            given = typed(args, *[name for name in names if name in flags_of(args)])
-            yield f"{given}: {fault.format_map(vars(args))}"
+            names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
+            yield f"{typed(args, *names)}: {fault.format_map(vars(args))}"
 
 
 def holds(rule, args):
@@ -2912,7 +2886,7 @@ def typed(args, *names):
 
 def flags_of(args):
     """Return {name: value} of all flags, without the other fields of Args."""
-    return {flag.name: getattr(args, flag.name) for flag in FLAGS}
+    return {name: getattr(args, name) for name in FLAGS}
 
 
 def schedule_of(args):
@@ -2956,17 +2930,17 @@ def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
 
     To fail is to raise OSError, ValueError, or what torch.distributed.checkpoint raises.
     """
-    fault = ""
+    result = None
+    fault = None
     try:
         result = call(*arguments)
     except (OSError, ValueError) as error:
-        fault = str(error) or repr(error)
-    except dcp.api.CheckpointException as error:  # all ranks raise it if one has failed
-        if dist.get_rank() in error.failures:
-            cause, _ = error.failures[dist.get_rank()]
-            fault = str(cause) or repr(cause)
-    for rank, line in enumerate(gather_objects(first_line(fault), group)):
-        if line:
+        fault = first_line(error)
+    except dcp.api.CheckpointException as error:  # all ranks raise it, with {rank: (cause, where)}
+        for rank, (cause, _) in error.failures.items():
+            fault = first_line(cause) if rank == dist.get_rank() else fault
+    for rank, line in enumerate(gather_objects(fault, group)):
+        if line is not None:
             who = f"rank {rank}: " if rank else ""
             raise TrainingError(f"{prefix}{who}{line}", status)
     return result
@@ -2979,13 +2953,14 @@ def require_same(own, prefix=""):
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
-                typed = f"rank {rank} has {as_typed(name, other[name])}"
-                raise TrainingError(f"{prefix}{typed}, rank 0 has {as_typed(name, value)}", 2)
+                unlike = f"rank {rank} has {as_typed(name, other[name])}"
+                raise TrainingError(f"{prefix}{unlike}, rank 0 has {as_typed(name, value)}", 2)
 
 
 def first_line(error):
-    """Return the first line of an error's text."""
-    return str(error).strip().split("\n")[0]
+    """Return the first line of an error's text, or its class and arguments if it has none."""
+    text = str(error).strip() or repr(error)
+    return text.split("\n")[0]
 
 
 # ---- one process ---------------------------------------------------------------------------------
@@ -3004,7 +2979,6 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # with fewer queues, kernels wait for unrelated messages
     "NCCL_MAX_P2P_NCHANNELS": "16",  # half of the usual channels, and so half of NCCL's buffers
 }
-OF_A_MACHINE = {"data", "checkpoint", "metrics"}  # paths, which may differ between machines
 
 
 def main(argv=None, work=train):
@@ -3042,12 +3016,7 @@ def join(argv):
     The group carries objects, flags and barriers, also on GPUs. Those of the mesh may use NCCL. A
     store holds values by name, which each process can set and get.
     """
-    words = [word for word in argv if word not in ("-h", "--help")]
-    try:  # no group can change its timeout later
-        given, _ = Parser().parse_known_args(words)
-        timeout = timedelta(seconds=vars(given).get("timeout", Args.timeout))
-    except ValueError:  # agree() refuses wrong flags on all ranks
-        timeout = timedelta(seconds=Args.timeout)
+    timeout = timedelta(seconds=timeout_of(argv))  # of the group, which cannot change it later
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -3057,6 +3026,15 @@ def join(argv):
     options = {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group("gloo", timeout=timeout, **options)
     return store
+
+
+def timeout_of(argv):
+    """Return --timeout, or its default if a flag is wrong, which agree() refuses on all ranks."""
+    try:
+        given, _ = Parser(add_help=False).parse_known_args(argv)
+    except ValueError:
+        return Args.timeout
+    return vars(given).get("timeout", Args.timeout)
 
 
 def perform(argv, work):
@@ -3092,7 +3070,7 @@ def agree(argv):
         args = on_all_ranks(parse, argv, world_size, per_node)
     local_rank = int(os.environ.get("LOCAL_RANK", rank % local_size))
     device = on_all_ranks(choose_device, args, local_rank, local_size)
-    own = {k: v for k, v in flags_of(args).items() if k not in OF_A_MACHINE}
+    own = {k: v for k, v in flags_of(args).items() if k not in PATHS}
     own["device"] = f"{args.device} ({device.type})"  # a machine may lack GPUs
     require_same(own)
     if over_nccl(args, device):

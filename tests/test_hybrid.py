@@ -917,8 +917,8 @@ MIXED_BY_BIAS = "--layers 2 --experts 4 --balance bias"
         (f"--dp 2 --tp 2 --zero 0 {MIXED_BY_BIAS}", ["ln_2.bias"]),
         ("--dp 4 --replicate 2 --zero 3 --dtype bf16 --moments bf16", ["weight"]),
         soak(f"--zero 0 --pp 2 --dp 2 --ep 2 {MIXED_BY_BIAS}", ["router.weight", "experts.w_in"]),
-        soak("--pp 2 --cp 2 --dtype bf16 --zero 0", ["c_fc.bias"]),
-        soak(f"--zero 0 --tp 2 --dp 2 {MIXED_BY_BIAS} --dtype bf16", ["router.weight"]),
+        soak("--pp 2 --cp 2 --dtype bf16 --replicate 2", ["c_fc.bias"]),
+        soak(f"--replicate 2 --tp 2 --dp 2 {MIXED_BY_BIAS} --dtype bf16", ["router.weight"]),
         soak(f"--zero 2 --dp 4 --ep 2 {MIXED_BY_BIAS}", ["weight", "experts.w_out"]),
     ],
 )
