@@ -233,11 +233,10 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
         for tokens in batches:  # the same on all ranks
             loss = plain_step(stage, optimizer, tokens, microbatches=4, groups=groups)
 
-    tests/tools/plain_train.py trains with it, on 8 processes of torchrun, say.
-    dp divides the B sequences without a remainder, and microbatches those of a dp rank. All loss
-    terms are divided by the number of tokens in the whole batch, so gradients are summed: over
-    microbatches by autograd, and over dp by an all-reduce. Each rank then updates its own weights,
-    for which AdamW needs nothing from other ranks.
+    tests/tools/plain_train.py trains with it. dp divides the B sequences without a remainder, and
+    microbatches those of a dp rank. All loss terms are divided by the number of tokens in the whole
+    batch, so gradients are summed: over microbatches by autograd, and over dp by an all-reduce.
+    Each rank then updates its own weights, for which AdamW needs nothing from other ranks.
 
     Gradients of weights need no sum over tp. qkv, out, up and down are parts that no other rank of
     the group has. tokens, positions and head are copies, which the ranks use for the same x, so
@@ -273,8 +272,9 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 
 # The other techniques replace (-) or add (+) a few lines each:
 #
-# ZeRO-1   the optimizer's state is divided over dp. sharded_step() is in zero.py, with an example
-#          of the function `update`, which takes the optimizer's place
+# ZeRO-1   the optimizer's state is divided over dp. zero.py shows how the function `update` takes
+#          the optimizer's place
+#          -  for parameter in stage.parameters():
 #          -      all_reduce(parameter.grad, group=groups["dp"])
 #          -  optimizer.step()
 #          +  sharded_step([*stage.parameters()], update, groups["dp"])
@@ -505,18 +505,6 @@ def make_mesh(args, groups=None, device=torch.device("cpu")):
                 set_backend_collectives(own[name])
     barrier()  # no rank may end, and close its connections, while others still make theirs
     return Mesh(**own)
-
-
-def ranks_on_one_node(slices, per_node):
-    """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
-
-    Copies of a weight get equal bits only if all groups of an axis sum in the same order, which
-    depends on this number. With tp 4 and 6 ranks per node, ranks 0 to 3 share a node and 4 to 7 are
-    on two, so it is 1 for both groups.
-    """
-    nodes = slices // per_node
-    sizes = {size for row in nodes.tolist() for size in Counter(row).values()}
-    return min(sizes) if len(sizes) == 1 else 1
 
 
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
@@ -877,10 +865,10 @@ class Trainer:
         The sums over dp x cp have ended. The order of these three changes nothing but rounding. Of
         a tied weight, a rank has
 
-            2 copies    with the first stage and the last, as in zb-v or DualPipe: it adds them
-            1 copy      with one of these stages: it adds the one of the other rank that has one
-            1, alone    pp is 1, so embedding and head use one parameter: embedding_group is alone
-            none        in the middle of a pipeline
+            2 copies    it has the first stage and the last, as in zb-v or DualPipe
+            1 copy      it has one of them, and the other rank of embedding_group the other
+            1 copy      pp is 1: embedding and head share it, and embedding_group is this rank alone
+            no copy     it is in the middle of the pipeline
         """
         for home in self.homes:
             marked = [each for each in self.placements if each.sum_over_tp and each.home is home]
@@ -1126,12 +1114,11 @@ def make_optimizer(args, parameters):
 
 
 def adamw(args, groups):
-    """Create AdamW. Another optimizer may stand here instead.
+    """Create AdamW. Another optimizer that updates each element by itself may stand here instead.
 
-    It must update each element by itself, unless nothing is cut. All that it keeps from step to
-    step must be in its state: tensors that have their weight's shape, and "step", the number of
-    steps. Checkpoints have nothing else, see require_savable(). If its option `fused` is true, its
-    step() must change nothing where found_inf is 1, see update().
+    Its state must be tensors of their weight's shape, and "step", the number of steps. Checkpoints
+    have nothing else, see require_savable(). If it is fused, its step() must change nothing where
+    found_inf is 1, see update().
     """
     dtype = torch.bfloat16 if args.moments == "bf16" else torch.get_default_dtype()
     return AdamW(
@@ -1390,19 +1377,6 @@ def make_moe(args, mesh):
     return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
 
 
-def parts_of_experts(args):
-    """Return the default of --expert-parts, the same on all ranks.
-
-    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
-    message still take far longer than its start.
-    """
-    rows = args.batch_size // (args.dp * args.microbatches)
-    tokens = rows * args.seq_len // (args.cp * args.tp)
-    itemsize = 2 if args.dtype == "bf16" else 4
-    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
-    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
-
-
 class GPT(nn.Module):
     """One stage of a GPT. Its layers are numbered as in the whole model.
 
@@ -1414,8 +1388,7 @@ class GPT(nn.Module):
     positions: the T positions of each sequence that this rank of cp holds.
     layers: the range of its layers.
     activation_positions: those of its activations between layers, with sp T/tp of the T.
-    tied: {name of a tied head: name of the embedding whose weight it has}, whichever stages have
-        them.
+    tied: {name of a tied head's weight: that of the embedding}, whichever stages have them.
     vocab_start: the first column of the logits of the last stage on this rank of tp.
     """
 
@@ -2814,6 +2787,19 @@ def at_least(least, kind=int, below=math.inf):
     return number
 
 
+def parts_of_experts(args):
+    """Return the default of --expert-parts, the same on all ranks.
+
+    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
+    message still take far longer than its start.
+    """
+    rows = args.batch_size // (args.dp * args.microbatches)
+    tokens = rows * args.seq_len // (args.cp * args.tp)
+    itemsize = 2 if args.dtype == "bf16" else 4
+    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
+    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
+
+
 def complete(args):
     """Set ep_nodes, and the flags that have not been given and whose defaults depend on others."""
     args.kv_heads = args.kv_heads or args.heads
@@ -3095,6 +3081,18 @@ def make_group(ranks, timeout, gpu=None):
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # new_group() warns if it differs
     return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
+
+
+def ranks_on_one_node(slices, per_node):
+    """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
+
+    Copies of a weight get equal bits only if all groups of an axis sum in the same order, which
+    depends on this number. With tp 4 and 6 ranks per node, ranks 0 to 3 share a node and 4 to 7 are
+    on two, so it is 1 for both groups.
+    """
+    nodes = slices // per_node
+    sizes = {size for row in nodes.tolist() for size in Counter(row).values()}
+    return min(sizes) if len(sizes) == 1 else 1
 
 
 def choose_device(args, local_rank=0, per_node=1):
