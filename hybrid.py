@@ -1950,9 +1950,12 @@ def boxes_in_whole(index, box, part):
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
+#
+# A checkpoint holds whole tensors, of which each rank writes the boxes that it has. So any layout
+# can load it: torch.distributed.checkpoint cuts what was saved into the boxes that a rank asks for.
 
 # the flags of the model that a resumed run may change
-MAY_CHANGE = "dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"
+MAY_CHANGE = {"dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"}
 
 
 class Boxes(torch.Tensor):
@@ -2009,13 +2012,10 @@ def state_of(trainer, chunk=None):
     else:
         placements = [row for row in trainer.placements if row.chunk == chunk]
     state = {"model": boxes_of(placements)}
-    states = trainer.optimizer.state  # {weight: {name: value}}
-    kinds = set()
-    for weight, values in states.items():
-        kinds |= {name for name, value in values.items() if is_moment(value, weight)}
-    for kind in sorted(kinds):
-        moment = lambda weight, kind=kind: states.get(weight, {}).get(kind)
-        state[kind] = boxes_of(placements, moment)
+    for row in placements:
+        for kind, value in trainer.optimizer.state.get(row.tensor, {}).items():
+            if is_moment(value, row.tensor):
+                state.setdefault(kind, {}).update(boxes_of([row], lambda _: value))
     return state
 
 
@@ -2113,9 +2113,10 @@ class Saver:
         self.options = [dict(group) for group in trainer.optimizer.param_groups]
         self.sigterm = False
         self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
-        barrier(self.group)  # connects the ranks, here rather than in the thread
         self.executor = ThreadPoolExecutor(1)  # Python waits for its thread before it exits
-        self.pending = None  # the Future of the save under way
+        # the Future of the last save. In place of a first one, ranks connect before training begins
+        self.pending = self.executor.submit(barrier, self.group)
+        self.wait()
 
     def save(self):
         """Begin to write a checkpoint."""
@@ -2141,16 +2142,12 @@ class Saver:
 
     def must_stop(self):
         """Return whether any rank has received SIGTERM, or a save has failed. Collective."""
-        has_ended = self.pending is not None and self.pending.done()
-        has_failed = has_ended and self.pending.exception() is not None
+        has_failed = self.pending.done() and self.pending.exception() is not None
         return any_rank(self.sigterm or has_failed)
 
     def wait(self):
-        """Return when the save under way has ended. If it failed, raise TrainingError."""
-        pending = self.pending
-        self.pending = None
-        if pending is not None:
-            pending.result()
+        """Return when the last save has ended. If it failed, raise TrainingError."""
+        self.pending.result()
 
     def __enter__(self):
         self.handler = signal.signal(signal.SIGTERM, self.note_sigterm)
@@ -2298,7 +2295,7 @@ def check_checkpoint(path, args):
     """Return what run.json says. Raise ValueError if the checkpoint is damaged or of another model.
     """
     run = read_run(path, dist.get_rank(), args.world_size)
-    for name in [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]:
+    for name in [name for name in MODEL_FLAGS if name not in MAY_CHANGE]:
         own = as_typed(name, getattr(args, name))  # "--hidden 128"
         theirs = as_typed(name, run.get(name))
         need(own == theirs, f"{own}, but {path} has {theirs}")
@@ -2548,18 +2545,12 @@ MODEL_FLAGS = {
     "ffn": {"help": "inner width of an MLP or expert (default: 4 x --hidden)"},
     "block": {"help": "GPT-2's or Llama's layers", "choices": ("gpt2", "llama")},
     "rope_theta": {"help": "base of rotary positions' angles", "least": 1},
-    "head": {
-        "help": "whether the head has the embedding's weight (default: untied for llama)",
-        "choices": ("tied", "untied"),
-    },
+    "head": {"help": "tied to the embedding (default: with gpt2)", "choices": ("tied", "untied")},
     "experts": {"help": "experts in a layer, or 0 for an MLP", "least": 0},
     "top_k": {"help": "experts that a token uses"},
     "shared_experts": {"help": "experts that every token uses in addition", "least": 0},
     "capacity_factor": {"help": "limit of an expert's load / mean load", "least": 0.01},
-    "balance": {
-        "help": "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
-        "choices": ("aux", "bias", "none"),
-    },
+    "balance": {"help": "balance experts by losses or a bias", "choices": ("aux", "bias", "none")},
     "moe_every": {"help": "one layer in this many has experts"},
     "topk_nodes": {"help": "nodes whose experts a token may use (default: all)"},
     "sp": {"help": "sequence parallelism: split activations over tp, too"},
@@ -2588,16 +2579,11 @@ class Args(GPTConfig):
     replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)")
     cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
-    overlap: bool = flag(
-        False, "take turns of a forward and a backward, each while the other's tokens travel: pays "
-        "where they cross nodes to their experts",
-    )  # fmt: skip
+    overlap: bool = flag(False, "compute forwards while backwards' tokens travel, and vice versa")
     chunks: int = flag(2, "pipeline stages on each rank")
-    microbatches: int | None = flag(None, "parts of a batch (default: 1 or 4 x pp)", below=10**5)
+    microbatches: int | None = flag(None, "parts of a batch (default: up to 4 x pp)", below=10**5)
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
-    expert_parts: int | None = flag(
-        None, "parts of a microbatch that travel in turns (default: 2 if messages are long, else 1)"
-    )
+    expert_parts: int | None = flag(None, "parts in which tokens go to experts (default: 1 or 2)")
     collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"))
 
     # what an optimizer step does
@@ -2625,8 +2611,9 @@ class Args(GPTConfig):
     keep: int = flag(2, "checkpoints to keep; older ones are deleted")
     eval_every: int | None = flag(None, "steps between validations (default: one at the end)")
     sample: int | None = flag(
-        None, "tokens of a sample at every validation (default: 200; .bin with --prompt)", least=0
-    )
+        None, "tokens of every validation's sample (default: 200, or 0 with .bin and no --prompt)",
+        least=0,
+    )  # fmt: skip
     prompt: str | None = flag(None, "start of a sample: text, or with .bin data tokens as 1,2,3")
     temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens")
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
@@ -2672,7 +2659,7 @@ NOTHING = {
 RULES = {
     "pp * dp * cp * tp == world_size": "pp x dp x cp x tp is not {world_size}, the number of ranks",
     "dtype != 'bf16' or zero != 0":
-        "ZeRO has the fp32 weights; --zero 1 with a --replicate of dp x cp splits nothing",
+        "ZeRO keeps the fp32 weights; to split nothing, use --zero 1 with a --replicate of dp x cp",
     "dp * cp % replicate == 0": "replicate does not divide dp x cp",
     "dp * cp * tp % ep == 0": "ep does not divide dp x cp x tp",
     "ep > 1 or not overlap": "no tokens travel to experts of other ranks",
@@ -2916,15 +2903,15 @@ def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
 
     To fail is to raise OSError, ValueError, or what torch.distributed.checkpoint raises.
     """
-    result = None
     fault = None
     try:
         result = call(*arguments)
     except (OSError, ValueError) as error:
         fault = first_line(error)
     except dcp.api.CheckpointException as error:  # all ranks raise it, with {rank: (cause, where)}
-        for rank, (cause, _) in error.failures.items():
-            fault = first_line(cause) if rank == dist.get_rank() else fault
+        if dist.get_rank() in error.failures:
+            cause, _ = error.failures[dist.get_rank()]
+            fault = first_line(cause)
     for rank, line in enumerate(gather_objects(fault, group)):
         if line is not None:
             who = f"rank {rank}: " if rank else ""
@@ -3056,7 +3043,7 @@ def agree(argv):
         args = on_all_ranks(parse, argv, world_size, per_node)
     local_rank = int(os.environ.get("LOCAL_RANK", rank % local_size))
     device = on_all_ranks(choose_device, args, local_rank, local_size)
-    own = {k: v for k, v in flags_of(args).items() if k not in PATHS}
+    own = {name: value for name, value in flags_of(args).items() if name not in PATHS}
     own["device"] = f"{args.device} ({device.type})"  # a machine may lack GPUs
     require_same(own)
     if over_nccl(args, device):

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from concurrent import futures
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -466,7 +466,7 @@ def test_a_second_save_waits_for_the_first_before_it_copies(tmp_path):
         events.append(path.name)
 
     def wait_and_note(saver):
-        if saver.pending is not None:
+        if "copied" in events:
             waits.set()
         wait(saver)
 
@@ -802,6 +802,15 @@ def test_a_second_run_cannot_use_the_folder_of_a_live_run(tmp_path):
     assert _end("", tmp_path) == (2, f"--checkpoint {tmp_path}: another run is using this folder")
     lock.close()
     assert not _end("", tmp_path)
+
+
+@on_ranks(1)
+def test_a_folder_that_cannot_be_locked_is_said(tmp_path):
+    no_locks = patch.object(hybrid.fcntl, "flock", side_effect=OSError("no locks"))
+    with no_locks, redirect_stderr(io.StringIO()) as printed:
+        hybrid.claim(tmp_path).close()
+    sentence = f"warning: --checkpoint {tmp_path} is not safe from a second run: no locks"
+    assert printed.getvalue().endswith(f": {sentence}\n")
 
 
 @on_ranks(1)
