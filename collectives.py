@@ -1,36 +1,18 @@
 """Collectives made of messages.
 
 A rank is a process, which has a GPU of its own or runs on CPU cores. A process group is P ranks,
-which share no memory and send tensors to each other. All collectives here are built on one
-primitive, a batch of sends and receives that progress together; a step is one batch. D is the size
-of the full tensor in bytes. Rows with log2(P) assume that P is a power of two. For other P,
-broadcast and reduce round it up, and all_reduce_cost() has the all-reduces.
+which share no memory and send tensors to each other. A collective is a call that all ranks of a
+group make together. An all-reduce, for example, leaves the sum of all ranks' tensors on every rank.
+Here a sum travels around a ring of ranks:
 
-                           the result, or how it is computed     a rank sends     steps
-    all_reduce             the sum of all ranks' tensors
-      naive                  all send everything to all           (P-1) D         1
-      direct                 chunks to their ranks, sums to all  2(P-1)/P D       2
-      ring                   reduce-scatter, then all-gather     2(P-1)/P D       2(P-1)
-      recursive_doubling     sums swapped at distance 1, 2, 4     log2(P) D       log2(P)
-      halving_doubling       swapped parts halve, then double   2(P-1)/P D       2 log2(P)
-      hierarchical           direct in O nodes, rings across     2(P-1)/P D       2 O
-    reduce_scatter_single  rank r has chunk r of the sum          (P-1)/P D       1 to P-1
-    all_gather_single      every rank's chunk                     (P-1)/P D       1 to P-1
-    all_gather             the same, with chunks in a list        (P-1)/P D       1
-    all_to_all_single      rank j has every rank's chunk j        (P-1)/P D       1
-    broadcast              the root's tensor                      log2(P) D       log2(P)
-    reduce                 the root has the sum                   D               log2(P)
-    scatter                rank r has the root's chunk r          (P-1)/P D       1
-    gather                 the root has every rank's chunk        D/P             1
+    rank 0 ---> rank 1 ---> rank 2 ---+       every link carries 1/P of the tensor at every step
+      ^                               |
+      +-------------------------------+
 
-A rank holds   its tensors, and scratch memory: P D for naive, 2 D for recursive_doubling, 3/4 D for
-               halving_doubling (D more for both on some ranks if P is not a power of two), and
-               log2(P) D at the root of a reduce. The upper floor cuts long tensors of the others
-               into segments, so their scratch memory has a limit; a ring on NCCL needs 2/P D
-It sends       what the table says. In a broadcast or a scatter only the root sends that much; in a
-               reduce or a gather it sends nothing. The chunks of all_gather may have unequal
-               lengths, and each is sent P-1 times. No all-reduce lets every rank send less than
-               2(P-1)/P D
+A rank holds   its tensors, and scratch memory for what arrives: on a ring, 2/P of the tensor's D
+               bytes. The upper floor cuts long tensors into segments, which limits it
+It sends       2(P-1)/P D in an all-reduce on a ring, the fewest bytes possible. A table below has
+               all collectives, another one has all algorithms for an all-reduce
 Overlap        with async_op=True an operation runs beside the caller's computation: in a thread for
                gloo (CPUs), on a side stream for NCCL (GPUs)
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
@@ -70,8 +52,8 @@ def rank_and_size(group=None):
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-# Marks our messages on gloo, so that a message of the user never arrives in place of one. NCCL has
-# no tags, but a queue for each group.
+# gloo matches messages by tag, so a user's message never arrives in place of one of ours. NCCL
+# ignores tags, and matches the messages of two ranks in the order in which both post them.
 TAG = 1 << 30
 
 
@@ -83,8 +65,8 @@ def plain_exchange(sends, receives, group=None):
 
     sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
     of ranks must post the messages between them in the same order, in the same batches, with equal
-    sizes. No collective of the group may be pending. Empty tensors are not sent. A tensor with gaps
-    in memory raises ValueError.
+    sizes. Empty tensors are not sent. A tensor with gaps in memory raises ValueError. If operations
+    with async_op=True are under way in the group, call exchange() instead.
     """
     require_memory(sends, receives)
     sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
@@ -92,23 +74,15 @@ def plain_exchange(sends, receives, group=None):
     message = partial(dist.P2POp, group=group, tag=TAG)
     batch = [message(dist.irecv, tensor, group_peer=peer) for tensor, peer in receives]
     batch += [message(dist.isend, tensor, group_peer=peer) for tensor, peer in sends]
-    if not batch:
-        return
-    operation = Operation("plain_exchange", group)  # count_bytes() listens to it
-    operation.tell("begin")
-    try:
-        operation.tell("post", sends, receives)
+    if batch:
+        Work("plain_exchange", group).tell("post", sends, receives)  # count_bytes() listens
         for request in dist.batch_isend_irecv(batch):
             request.wait()
-    finally:
-        operation.tell("end")
 
 
 def is_memory(tensor):
-    """Return whether a message can hold the tensor as it lies in memory: without gaps, in order.
-
-    PyTorch conjugates and negates some tensors only when they are read.
-    """
+    """Return whether a message can hold the tensor as it lies in memory: without gaps, in order."""
+    # PyTorch conjugates and negates some tensors only when they are read
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -122,10 +96,6 @@ def require_memory(sends, receives):
 
 
 # ---- the idea: a sum travels around a ring -------------------------------------------------------
-#
-#     rank 0 ---> rank 1 ---> rank 2 ---+       every link carries 1/P of the tensor at every step
-#       ^                               |
-#       +-------------------------------+
 #
 # Each rank cuts its tensor into P = 3 chunks. A step is one exchange, and sends a chunk along each
 # link. The sum of chunk r is complete when it arrives at rank r. A number that has just changed is
@@ -142,7 +112,8 @@ def require_memory(sends, receives):
 def ring_all_reduce(tensor, group=None):
     """Sum a contiguous tensor over the group in place, in 2(P-1) steps of 1/P of its bytes each.
 
-    It can have any length. If P does not divide it, chunks differ by one element, or are empty.
+    In step s, rank r receives chunk r - s - 2 (modulo P), and sends the one that it has received in
+    step s - 1. If P does not divide the tensor's length, chunks differ by one element.
     """
     rank, P = rank_and_size(group)
     chunks = tensor.view(-1).tensor_split(P)  # chunk() could return fewer than P
@@ -157,11 +128,34 @@ def ring_all_reduce(tensor, group=None):
             own.copy_(arriving)  # a whole sum, on its way to all ranks
 
 
+# ---- the collectives -----------------------------------------------------------------------------
+#
+# D is the size of the full tensor in bytes. Steps are batches that follow one another, since each
+# needs what the one before has brought. log2(P) is rounded up.
+#
+#                            the result                             a rank sends   steps
+#     all_reduce             the sum of all ranks' tensors          by "all-reduce", below
+#     reduce_scatter_single  rank r has chunk r of the sum          (P-1)/P D      1 to P-1
+#     all_gather_single      every rank's chunk                     (P-1)/P D      1 to P-1
+#     all_gather             the same, with chunks in a list        (P-1)/P D      1
+#     all_to_all_single      rank j has every rank's chunk j        (P-1)/P D      1
+#     broadcast              the root's tensor                      log2(P) D      log2(P)
+#     reduce                 the root has the sum                   D              log2(P)
+#     scatter                rank r has the root's chunk r          (P-1)/P D      1
+#     gather                 the root has every rank's chunk        D/P            1
+#
+# In a broadcast or a scatter only the root sends that much; in a reduce or a gather it sends
+# nothing. The chunks of all_gather may have unequal lengths, and each is sent P-1 times.
+
 # ---- reduce-scatter, all-gather, all-to-all ------------------------------------------------------
 #
 # An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
 # the batch are complete, and computes before it yields the next batch. plain_run() is all that it
 # takes to run one. Its `combine` is torch.add, or torch.maximum for a maximum, and so on.
+#
+# In an all-reduce in place, an algorithm's `output` is one of its inputs, too: rank r's chunk r, or
+# the whole. So an algorithm that reduces keeps partial sums in scratch memory, and writes to
+# `output` last. It changes no other tensor that it is given.
 #
 # The first two algorithms are the halves of ring_all_reduce(). For P = 3:
 #
@@ -181,8 +175,7 @@ def plain_run(algorithm, group=None):
 def _ring_reduce_scatter(chunks, output, combine, rank):
     """Reduce chunk r over all ranks into `output` of rank r, in P-1 steps.
 
-    A partial sum travels around the ring, and every rank that it visits adds its own chunk. Unlike
-    in ring_all_reduce(), only `output` changes, which may be chunk r itself.
+    A partial sum travels around the ring, and every rank that it visits adds its own chunk.
     "c2: 3+0" is chunk 2, summed over ranks 3 and 0. P = 4:
 
         rank        0             1             2             3
@@ -225,20 +218,20 @@ def _pairwise(outgoing, arriving, rank):
     yield [(outgoing[r], r) for r in after], [(arriving[r], r) for r in before]
 
 
-def check_fits(output, input, elements, expected):
-    """Raise ValueError unless `output` has the elements that `input` makes, and its dtype.
+def check_fits(output, input, expected):
+    """Raise ValueError unless `output` has as many elements as `input` makes, and its dtype.
 
     gloo aborts the process if a buffer is short, and fills a part of a long one in silence.
     """
-    if (elements, output.dtype) != (expected, input.dtype):
+    if (output.numel(), output.dtype) != (expected, input.dtype):
         made = f"input makes {expected} of {input.dtype}"
-        raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
+        raise ValueError(f"output has {output.numel()} elements of {output.dtype}, {made}")
 
 
 def plain_reduce_scatter(output, input, group=None):
     """Sum `input` over the group. Rank r keeps chunk r of the sum in `output`, 1/P as long."""
     rank, P = rank_and_size(group)
-    check_fits(output, input, output.numel(), input.numel() / P)
+    check_fits(output, input, input.numel() / P)
     chunks = input.view(-1).chunk(P)
     plain_run(_ring_reduce_scatter(chunks, output.view(-1), torch.add, rank), group)
 
@@ -246,7 +239,7 @@ def plain_reduce_scatter(output, input, group=None):
 def plain_all_gather(output, input, group=None):
     """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
     rank, P = rank_and_size(group)
-    check_fits(output, input, output.numel(), P * input.numel())
+    check_fits(output, input, P * input.numel())
     chunks = output.view(-1).chunk(P)
     chunks[rank].copy_(input.view(-1))
     plain_run(_ring_all_gather(chunks, rank), group)
@@ -255,8 +248,8 @@ def plain_all_gather(output, input, group=None):
 def plain_all_to_all(output, input, group=None):
     """Copy chunk j of rank i's `input` to chunk i of rank j's `output`, for all i and j."""
     rank, P = rank_and_size(group)
-    check_fits(output, input, output.numel(), input.numel())
-    check_fits(output, input, output.numel(), input.numel() // P * P)  # P divides both
+    check_fits(output, input, input.numel())
+    check_fits(output, input, input.numel() // P * P)  # P divides both
     outgoing = input.view(-1).chunk(P)
     arriving = output.view(-1).chunk(P)
     arriving[rank].copy_(outgoing[rank])
@@ -267,7 +260,17 @@ def plain_all_to_all(output, input, group=None):
 #
 # A reduce-scatter and then an all-gather make an all-reduce. With the two rings above it is
 # ring_all_reduce(). Other pairs take fewer steps, or send less between nodes, which are computers
-# with several ranks.
+# with L ranks each:
+#
+#                          how                                   a rank sends   steps       scratch
+#     naive                all send everything to all            (P-1) D        1           P D
+#     direct               chunks to their ranks, sums to all   2(P-1)/P D      2           D
+#     ring                 sums around the ring, then copies    2(P-1)/P D      2(P-1)      2/P D
+#     recursive_doubling   sums swapped at distance 1, 2, 4      log2(P) D      log2(P)     2 D
+#     halving_doubling     swapped parts halve, then double     2(P-1)/P D      2 log2(P)   3/4 D
+#     hierarchical         direct in nodes, rings across them   2(P-1)/P D      2 P/L       D + D/P
+#
+# Rows with log2(P) assume that P is a power of two; all_reduce_cost() has the others, too.
 #
 # Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
 # computed on all ranks in the same order.
@@ -333,8 +336,6 @@ def _doubling(chunks, rank):
 
 def _joined(chunks):
     """View chunks that follow each other in memory as one tensor."""
-    if len(chunks) == 1:
-        return chunks[0]
     length = sum(chunk.numel() for chunk in chunks)
     return chunks[0].as_strided((length,), (1,))
 
@@ -342,45 +343,50 @@ def _joined(chunks):
 def _hierarchical_reduce_scatter(
     chunks, output, combine, rank, ranks_per_node, direct=_direct_reduce_scatter
 ):
-    """Reduce-scatter inside O nodes of I ranks, then on rings across nodes, in 1 + (O-1) steps.
+    """Reduce-scatter inside nodes of L ranks, then on rings across the P/L nodes, in P/L steps.
 
-    Inside a node, local rank i reduces the chunks meant for the local ranks i of all nodes. Of the
-    bytes that a rank sends, (I-1)/I D stay in its node and (O-1)/P D leave it. `direct` is the
-    reduce-scatter inside the node. With O = I = 2:
+    In every node, inside[n] reduces the L chunks that are meant for node n, the i-th of them on
+    local rank i. Then the local ranks i of all nodes add their sums on a ring. Of the bytes that a
+    rank sends, (L-1)/L D stay in its node and (P/L-1)/P D leave it. `direct` is the reduce-scatter
+    inside the node. With L = 2 and two nodes:
+
+        chunks     c0 c1 | c2 c3       inside[0] reduces c0 and c1, inside[1] reduces c2 and c3
 
         rank       0               1               2               3
         inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
         across     c0: 2+3+0+1     c1: 2+3+0+1     c2: 0+1+2+3     c3: 0+1+2+3
     """
-    P, I = len(chunks), ranks_per_node
-    node, local_rank = divmod(rank, I)
-    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]  # one for each node
+    P = len(chunks)
+    L = ranks_per_node
+    node, local_rank = divmod(rank, L)
+    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::L]]  # one for each node
     inside = [
-        direct(chunks[n * I : n * I + I], sums[n], combine, local_rank) for n in range(P // I)
+        direct(chunks[n * L : n * L + L], sums[n], combine, local_rank) for n in range(P // L)
     ]
-    yield from _among(range(node * I, node * I + I), inside)
+    yield from _among(range(node * L, node * L + L), inside)
     across = _ring_reduce_scatter(sums, output, combine, node)
-    yield from _among(range(local_rank, P, I), [across])
+    yield from _among(range(local_rank, P, L), [across])
 
 
 def _hierarchical_all_gather(chunks, rank, ranks_per_node):
-    """All-gather along rings across nodes, then directly inside each node, in (O-1) + 1 steps."""
-    P, I = len(chunks), ranks_per_node
-    node, local_rank = divmod(rank, I)
-    across = _ring_all_gather(chunks[local_rank::I], node)
-    yield from _among(range(local_rank, P, I), [across])
-    inside = [_direct_all_gather(chunks[n * I : n * I + I], local_rank) for n in range(P // I)]
-    yield from _among(range(node * I, node * I + I), inside)
+    """All-gather along rings across nodes, then directly inside each node, in P/L steps."""
+    P = len(chunks)
+    L = ranks_per_node
+    node, local_rank = divmod(rank, L)
+    across = _ring_all_gather(chunks[local_rank::L], node)
+    yield from _among(range(local_rank, P, L), [across])
+    inside = [_direct_all_gather(chunks[n * L : n * L + L], local_rank) for n in range(P // L)]
+    yield from _among(range(node * L, node * L + L), inside)
 
 
 def _among(ranks, algorithms):
-    """Run algorithms with equally many steps together. Their peers are indices into `ranks`."""
+    """Run algorithms of equally many steps together, among `ranks`, which they number from 0."""
     # zip() would stop when the first one ends, and not resume the others for their last sums
     for steps in zip_longest(*algorithms):
         sends, receives = [], []
         for outgoing, arriving in steps:
-            sends += [(tensor, ranks[peer]) for tensor, peer in outgoing]
-            receives += [(tensor, ranks[peer]) for tensor, peer in arriving]
+            sends += [(tensor, ranks[number]) for tensor, number in outgoing]
+            receives += [(tensor, ranks[number]) for tensor, number in arriving]
         yield sends, receives
 
 
@@ -405,10 +411,13 @@ def _recursive_doubling(output, input, combine, rank, world_size):
     while distance < world_size:
         received = torch.empty_like(input)
         yield [(total, rank ^ distance)], [(received, rank ^ distance)]
+        out = output if 2 * distance == world_size else received
         # all ranks combine in one order: of +0 and -0, min() returns the first
-        pair = (received, total) if rank & distance else (total, received)
+        if rank & distance:
+            total = combine(received, total, out=out)
+        else:
+            total = combine(total, received, out=out)
         distance *= 2
-        total = combine(*pair, out=output if distance == world_size else received)
 
 
 ALIGNMENT = 128  # bytes; a GPU reads 128 at once
@@ -426,41 +435,50 @@ def _cut(flat, parts, unit=ALIGNMENT):
     return flat.tensor_split([units * part // parts * elements for part in range(1, parts)])
 
 
-def _all_reduce(name, output, input, combine, rank, world_size, table=_PHASES, **options):
+def _all_reduce(name, output, input, combine, rank, P, phases=_PHASES, **options):
     """Run one all-reduce with the named algorithm.
 
-    The doubling algorithms run among the first 2^k ranks, for the largest 2^k <= P. Each rank r
-    beyond these sends its tensor to rank r - 2^k, which stands in for it and returns the sum.
-    table: {name: (reduce-scatter, all-gather)}; options: ranks_per_node for hierarchical
+    phases: {name: (reduce-scatter, all-gather)}; options: ranks_per_node for hierarchical
     """
-    core = 1 << (world_size.bit_length() - 1) if "doubling" in name else world_size
-    if rank >= core:
-        yield [(input, rank - core)], []
-        yield [], [(output, rank - core)]
-        return
-    stands_in = rank + core < world_size
-    if stands_in:
-        other = torch.empty_like(input)
-        yield [], [(other, rank + core)]
-        input = combine(input, other, out=other)
-    if name == "naive":
-        reduce_scatter, _ = table["direct"]  # with all of the input as every rank's chunk
-        yield from reduce_scatter([input] * core, output, combine, rank)
+    if "doubling" in name and P.bit_count() > 1:
+        yield from _with_extra_ranks(name, output, input, combine, rank, P)
     elif name == "recursive_doubling":
-        yield from _recursive_doubling(output, input, combine, rank, core)
+        yield from _recursive_doubling(output, input, combine, rank, P)
+    elif name == "naive":
+        reduce_scatter, _ = phases["direct"]  # with all of the input as every rank's chunk
+        yield from reduce_scatter([input] * P, output, combine, rank)
     else:
-        reduce_scatter, all_gather = table[name]
-        chunks = _cut(output, core)
-        yield from reduce_scatter(_cut(input, core), chunks[rank], combine, rank, **options)
+        reduce_scatter, all_gather = phases[name]
+        chunks = _cut(output, P)
+        yield from reduce_scatter(_cut(input, P), chunks[rank], combine, rank, **options)
         yield from all_gather(chunks, rank, **options)
-    if stands_in:
-        yield [(output, rank + core)], []
+
+
+def _with_extra_ranks(name, output, input, combine, rank, P):
+    """Run a doubling algorithm among the first 2^k of P ranks, for the largest 2^k <= P.
+
+    Each rank r beyond these sends its tensor to rank r - 2^k, which adds it to its own beforehand,
+    in D more bytes of scratch memory, and sends the sum back at the end.
+    """
+    power = 1 << (P.bit_length() - 1)
+    if rank >= power:
+        yield [(input, rank - power)], []
+        yield [], [(output, rank - power)]
+        return
+    extra_rank = rank + power
+    if extra_rank < P:
+        received = torch.empty_like(input)
+        yield [], [(received, extra_rank)]
+        input = combine(input, received, out=received)
+    yield from _all_reduce(name, output, input, combine, rank, power)
+    if extra_rank < P:
+        yield [(output, extra_rank)], []
 
 
 def plain_all_reduce(tensor, algorithm="ring", group=None, **options):
     """Sum a contiguous tensor over the group in place, by one of the algorithms above.
 
-    algorithm: a name from the module docstring; options: ranks_per_node for hierarchical
+    algorithm: a name from the table above; options: ranks_per_node for hierarchical
     """
     rank, P = rank_and_size(group)
     flat = tensor.view(-1)
@@ -498,7 +516,10 @@ def _tree_broadcast(tensor, rank, root, P):
 
 
 def _tree_reduce(tensor, combine, rank, root, P):
-    """Add the sums of this rank's children, nearest first, and pass the result to its parent."""
+    """Add the sums of this rank's children, nearest first, and pass the result to its parent.
+
+    Sums arrive in scratch memory, at the root in log2(P) D.
+    """
     parent, children = _tree(rank, root, P)
     sums = [torch.empty_like(tensor) for _ in children]
     yield [], list(zip(sums, children))
@@ -510,12 +531,7 @@ def _tree_reduce(tensor, combine, rank, root, P):
 
 
 def _scatter(output, inputs, rank, root):
-    """Send the root's inputs[r] to every other rank r, in 1 step. _gather() is the reverse.
-
-        rank        0         1         2         3
-        start    a b c d      .         .         .            root 0, P = 4
-        step 0      a         b         c         d
-    """
+    """Send the root's inputs[r] to every other rank r, in 1 step."""
     if rank != root:
         yield [], [(output, root)]
         return
@@ -532,129 +548,7 @@ def _gather(outputs, input, rank, root):
     yield [], [(tensor, peer) for peer, tensor in enumerate(outputs) if peer != root]
 
 
-# ---- derivatives: the backward of a collective is a collective -----------------------------------
-#
-# If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
-# of x's gradient, and the parts are summed. If all ranks use x identically, each already has the
-# whole gradient, and a sum would count it once for every rank. So a tensor has one of four types
-# over a group, as in Meta's spmd_types, and so has its gradient (I and P are no numbers of ranks):
-#
-#        the ranks hold                                a rank's gradient is                 its type
-#     I  invariant: equal tensors, used identically    whole, and equal on all ranks        I
-#     R  replicated: equal tensors, used differently   a part; the gradient is the sum      P
-#     V  varying: tensors of their own                 that of its own tensor               V
-#     P  partial: summands; their sum is meant         that of the sum, equal on all ranks  R
-#
-# For example, copy_to_group() goes from I to R. The gradient of R has type P and that of I type I,
-# so its backward goes from P to I: it is an all-reduce. A tensor of type V may be passed as P.
-# Docstrings state types, such as "V, I -> V" for two inputs and the output, and
-# tests/test_adjoint.py checks them. No function changes its input.
-#
-# These functions call the upper floor's all_reduce(), reduce_scatter_single(), all_gather_single()
-# and all_to_all_single(), which compute what the plain forms do, for tensors of any strides.
-
-
-def _identity(x, group):
-    return x.view_as(x)
-
-
-def _all_reduced(x, group):
-    output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    all_reduce(x, group=group, output=output)
-    return output
-
-
-def _all_gathered(x, dim, group):
-    output = x.new_empty(dist.get_world_size(group), *x.shape)
-    all_gather_single(output, x, group)
-    return output.movedim(0, dim).flatten(dim, dim + 1).detach()  # so it can be changed in place
-
-
-def _own_chunk(x, dim, group):
-    chunks = x.unflatten(dim, (dist.get_world_size(group), -1))
-    return chunks.select(dim, dist.get_rank(group)).clone(memory_format=torch.contiguous_format)
-
-
-def _reduce_scattered(x, dim, group):
-    chunks = x.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0)
-    output = x.new_empty(chunks.shape[1:])
-    reduce_scatter_single(output, chunks, group=group)
-    return output
-
-
-def _all_to_all(x, output_split_sizes, input_split_sizes, group):
-    rows = len(x) if output_split_sizes is None else sum(output_split_sizes)
-    output = x.new_empty(rows, *x.shape[1:])
-    all_to_all_single(output, x, output_split_sizes, input_split_sizes, group)
-    return output
-
-
-_PAIRS = {  # name: (forward, backward), with the types of x and of the result
-    "copy_to_group": (_identity, _all_reduced),  # I -> R; Megatron's f
-    "reduce_from_group": (_all_reduced, _identity),  # P or V -> I; Megatron's g
-    "scatter_to_group": (_own_chunk, _all_gathered),  # I -> V: whole -> split
-    "gather_from_group": (_all_gathered, _own_chunk),  # V -> I: split -> whole, used identically
-    "all_gather_to_group": (_all_gathered, _reduce_scattered),  # V -> R: the same, used differently
-    "reduce_scatter_to_group": (_reduce_scattered, _all_gathered),  # P or V -> V: summands -> split
-    # V -> V: split one way -> split another
-    "all_to_all_in_group": (_all_to_all, lambda x, a, b, group: _all_to_all(x, b, a, group)),
-}
-
-
-class _Conjugate(torch.autograd.Function):
-    """Apply pair[0] in forward and pair[1] in backward; a double backward swaps them again."""
-
-    @staticmethod
-    def forward(ctx, x, pair, *arguments):
-        ctx.pair, ctx.arguments = pair, arguments
-        return pair[0](x, *arguments)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        gradient = _Conjugate.apply(grad_output, ctx.pair[::-1], *ctx.arguments)
-        return gradient, None, *[None for _ in ctx.arguments]
-
-
-def copy_to_group(x, group=None):
-    """Return a view of x that must not be changed. Backward sums the gradients. I -> R."""
-    return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
-
-
-def reduce_from_group(x, group=None):
-    """Return the sum of all ranks' x. In backward each x gets the sum's gradient. P -> I."""
-    return _Conjugate.apply(x, _PAIRS["reduce_from_group"], group)
-
-
-def scatter_to_group(x, dim, group=None):
-    """Return this rank's chunk of x along `dim`. Every rank passes the same x. I -> V."""
-    return _Conjugate.apply(x, _PAIRS["scatter_to_group"], dim % x.ndim, group)
-
-
-def gather_from_group(x, dim, group=None):
-    """Join every rank's x along `dim`, for ranks that all use the result identically. V -> I."""
-    return _Conjugate.apply(x, _PAIRS["gather_from_group"], dim % x.ndim, group)
-
-
-def all_gather_to_group(x, dim, group=None):
-    """Join every rank's x along `dim`, for ranks that use the result differently. V -> R.
-
-    Backward sums the gradients, and each rank gets its chunk of the sum.
-    """
-    return _Conjugate.apply(x, _PAIRS["all_gather_to_group"], dim % x.ndim, group)
-
-
-def reduce_scatter_to_group(x, dim, group=None):
-    """Return this rank's chunk, along `dim`, of the sum of every rank's x. P -> V."""
-    return _Conjugate.apply(x, _PAIRS["reduce_scatter_to_group"], dim % x.ndim, group)
-
-
-def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, group=None):
-    """Exchange the rows of x as all_to_all_single() does. V -> V."""
-    splits = output_split_sizes, input_split_sizes
-    return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
-
-
-# ---- the cost, and the counter of bytes ----------------------------------------------------------
+# ---- the cost ------------------------------------------------------------------------------------
 
 
 def reduce_scatter_bytes(nbytes, world_size):
@@ -669,43 +563,125 @@ def all_reduce_bytes(nbytes, world_size):
 
 def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
     """Return (steps, bytes that a rank sends) of an all-reduce, exact if all chunks are equal."""
-    D, P, I = nbytes, world_size, ranks_per_node
+    D, P, L = nbytes, world_size, ranks_per_node
     least = all_reduce_bytes(D, P)
     rounds = P.bit_length() - 1
-    core = 1 << rounds
-    stands_in = rank + core < P
-    if "doubling" in algorithm and rank >= core:
-        return 2, D  # another rank stands in: the tensor goes there, the sum comes back
+    power = 1 << rounds
+    extra = rank + power < P  # whether the rank computes on behalf of another one
+    if "doubling" in algorithm and rank >= power:
+        return 2, D  # the tensor goes to that rank, the sum comes back
     return {
         "naive": (min(1, P - 1), (P - 1) * D),
         "direct": (2 * min(1, P - 1), least),
         "ring": (2 * (P - 1), least),
-        "hierarchical": (2 * (min(1, I - 1) + P // I - 1), least),
-        "recursive_doubling": (rounds + 2 * stands_in, (rounds + stands_in) * D),
-        "halving_doubling": (2 * rounds + 2 * stands_in, all_reduce_bytes(D, core) + stands_in * D),
+        "hierarchical": (2 * (min(1, L - 1) + P // L - 1), least),
+        "recursive_doubling": (rounds + 2 * extra, (rounds + extra) * D),
+        "halving_doubling": (2 * rounds + 2 * extra, all_reduce_bytes(D, power) + extra * D),
     }[algorithm]
 
 
-# Each call that sends messages makes an Operation, which tells listeners what it sends. Their list
-# is global because autograd may call collectives in its own threads, which do not see the caller's
-# context variables.
+# ==== upper floor =================================================================================
+#
+# plain_run() waits for each batch before it goes on, and needs an idle group and tensors without
+# gaps. From here on, collectives run beside the caller's computation, take tensors of any strides,
+# keep several messages under way, and choose an algorithm by size. A reader who wants the
+# techniques alone may go on with ddp.py, and read "derivatives" below before tensor_parallel.py.
+
+# ---- from a call to the wire ---------------------------------------------------------------------
+#
+# A group's collectives run one by one, and read their inputs when their turn comes. Those with
+# async_op, and those that are called while others are pending, go to the group's queue. For gloo
+# it is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA stream, whose
+# kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
+# exchange() starts once the pending collectives are done; later collectives do not wait for it.
+#
+# A call of a collective goes through these functions, each of which calls the one below it. In an
+# idle group, and for contiguous tensors that are not cut into segments, they do what plain_run()
+# does with one algorithm.
+#
+#     all_gather_single(output, input)   makes a Work, and a plan, which returns the algorithms
+#       launch()                         runs run() at once, or in the group's queue
+#         run(), in launch()             makes inputs contiguous, and copies results back
+#           take_turns()                 does what plain_run() does, for several segments at once
+#             post()                     does what plain_exchange() does, but does not wait
+#               group.send()             and group.recv(), which are torch's; NCCL: post_batch()
+
+
+def launch(work, plan, outputs, inputs=(), backend=None):
+    """Run a collective in its turn. Return its Work if it is asynchronous.
+
+    plan: a function of all outputs and inputs, flat, which returns a list of algorithms: one for
+        each segment, where a long tensor is cut into several
+    backend: a function of the same tensors, which calls the backend's own collective
+    """
+    tensors = (*outputs, *inputs)
+
+    def run():
+        try:
+            flat = [flat_memory(tensor) for tensor in tensors]
+            if backend and work.members.uses_backend:
+                backend(*flat)
+            else:
+                take_turns(plan(*flat), work)
+            if work.op == ReduceOp.AVG and outputs:  # flat[0] is the sum
+                flat[0].div_(work.world_size)
+            for output, result in zip(outputs, flat):
+                if not is_memory(output):  # then the result is in a copy
+                    output.detach().copy_(result.view(output.shape))
+        finally:
+            work.tell("end")
+
+    queue = work.queue
+    work.tell("begin")
+    if work.async_op and work.world_size > 1:
+        work.pending = queue.submit(run, tensors)
+    elif queue.last.is_completed():  # nothing is pending, so its turn has come
+        run()
+        queue.note_launch()
+    else:  # it waits for its turn, and the caller for it
+        queue.submit(run, tensors).finish()
+    return work if work.async_op else None
+
+
+def flat_memory(tensor):
+    """Return the tensor, flat and without its graph, or a copy if is_memory() is false."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
+
+
+# ---- an operation, and who listens to it ---------------------------------------------------------
+
+# A task in a queue: finish() waits for it, and is_completed() tells whether it has ended.
+Pending = namedtuple("Pending", "finish is_completed")
+DONE = Pending(lambda: None, lambda: True)
+
+# It is global because autograd may call collectives in its own threads, which do not see the
+# caller's context variables.
 _LISTENERS = []
 
 
-class Operation:
-    """One call that sends messages, as listeners see it.
+class Work:
+    """One call that sends messages, as its caller and listeners see it.
 
-    name: of the function, such as "plain_exchange"; group: its process group
-    async_op: whether the call may return before the messages are complete
-    of: the operation that this one waits for, if its name is "wait"
+    name: of the function, such as "all_reduce"; group: its process group
+    async_op: whether the call may return before the messages are complete; op: its ReduceOp
+    place: (rank, world_size) in the group; ranks: the global ranks of the group's members
+    members: the group's Membership; queue: the one for the tensor's device
+    pending: what wait() finishes; of: the Work that this one waits for, if its name is "wait"
     """
 
-    async_op = False
+    pending = DONE
     of = None
 
-    def __init__(self, name, group):
+    def __init__(self, name, group, tensor=None, async_op=False, op=None):
         self.name = name
         self.group = group or dist.group.WORLD
+        self.async_op = async_op
+        self.op = op
+        self.members = membership(self.group, name)
+        self.place = self.members.place
+        self.rank, self.world_size = self.place
+        self.ranks = self.members.ranks
+        self.queue = self.members.queue_for(self.group, tensor)
         self.listeners = tuple(_LISTENERS)
 
     def tell(self, event, *messages):
@@ -713,10 +689,26 @@ class Operation:
         for listener in self.listeners:
             listener(event, self, *messages)
 
+    def wait(self):
+        """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
+        waiting = Work("wait", self.group)
+        waiting.of = self
+        waiting.listeners = self.listeners
+        waiting.tell("begin")
+        try:
+            self.pending.finish()
+        finally:
+            waiting.tell("end")
+        self.pending = DONE  # let go of the tensors
+
+    def is_completed(self):
+        """Return whether the operation has completed or failed; False for a pending exchange()."""
+        return self.pending.is_completed()
+
 
 @contextmanager
 def observe(listener):
-    """Call listener(event, operation, ...) for operations begun in the block, and for their waits:
+    """Call listener(event, work, ...) for operations that begin in the block, and for their waits:
 
     begin                     once the call has checked its arguments, in the caller's thread
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
@@ -725,8 +717,7 @@ def observe(listener):
 
     Events after "begin" may come from another thread. A wait() is an operation, too. With
     async_op=False an operation blocks its caller from begin to end. An asynchronous exchange() ends
-    in its wait(), or where posting its messages fails. On the upper floor, an operation also has
-    the rank, world_size and ranks of its group.
+    in its wait(), or where posting its messages fails. Of plain_exchange() only "post" is told.
     """
     _LISTENERS.append(listener)
     try:
@@ -752,130 +743,14 @@ def count_bytes():
     """Count what this rank sends in operations begun inside: `with count_bytes() as traffic:`"""
     traffic = Traffic()
 
-    def listen(event, operation, sends=(), receives=()):
+    def listen(event, work, sends=(), receives=()):
         if event == "backend":
-            raise RuntimeError(f"nobody counts the bytes of the backend's own {operation.name}")
+            raise RuntimeError(f"nobody counts the bytes of the backend's own {work.name}")
         for tensor, peer in sends:
-            traffic.sent.append((operation.name, operation.group, peer, tensor.nbytes))
+            traffic.sent.append((work.name, work.group, peer, tensor.nbytes))
 
     with observe(listen):
         yield traffic
-
-
-# ==== upper floor =================================================================================
-#
-# plain_run() waits for each batch before it goes on, and needs an idle group and tensors without
-# gaps. From here on, collectives run beside the caller's computation, take tensors of any strides,
-# keep several messages under way, and choose an algorithm by size. A reader who wants the
-# techniques alone may go on with ddp.py.
-
-# ---- from a call to the wire ---------------------------------------------------------------------
-#
-# A group's collectives run one by one, and read their inputs when their turn comes. Those with
-# async_op, and those that are called while others are pending, go to the group's queue. For gloo
-# it is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA stream, whose
-# kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
-# exchange() starts once the pending collectives are done; later collectives do not wait for it.
-#
-# A call of a collective goes through these functions, each of which calls the one below it. In an
-# idle group, and for contiguous tensors that are not cut into segments, they do what plain_run()
-# does with one algorithm.
-#
-#     all_gather_single(output, input)   makes a Work, and a plan, which returns the algorithms
-#       launch()                         at once, or in the group's queue if others are pending
-#         work.complete()                tells listeners of the end, also if it is an error
-#           queue.run()                  in the caller's thread or stream; submit(): in the queue's
-#             run(), in launch()         makes inputs contiguous, and copies results back
-#               take_turns()             does what plain_run() does, for several segments at once
-#                 post()                 does what plain_exchange() does, but does not wait
-#                   group.send()         and group.recv(), which are torch's; NCCL: post_batch()
-
-
-def launch(work, plan, outputs, inputs=(), backend=None):
-    """Run a collective in its turn. Return its Work if it is asynchronous.
-
-    plan: a function of all outputs and inputs, flat, which returns a list of algorithms: one for
-        each segment, where a long tensor is cut into several
-    backend: a function of the same tensors, which calls the backend's own collective
-    """
-    tensors = (*outputs, *inputs)
-
-    def run():
-        flat = [flat_memory(tensor) for tensor in tensors]
-        if backend and work.members.uses_backend:
-            backend(*flat)
-        else:
-            take_turns(plan(*flat), work)
-        if work.op == ReduceOp.AVG and outputs:  # flat[0] is the sum
-            flat[0].div_(work.world_size)
-        for output, result in zip(outputs, flat):
-            if not is_memory(output):  # then the result is in a copy
-                output.detach().copy_(result.view(output.shape))
-
-    queue = work.queue
-    work.tell("begin")
-    if work.async_op and work.world_size > 1:
-        queue.last = work.pending = queue.submit(partial(work.complete, run), tensors)
-    elif queue.last.is_completed():  # nothing is pending, so its turn has come
-        work.complete(partial(queue.run, run))
-    else:  # it waits for its turn, and the caller for it
-        queue.last = queue.submit(run, tensors)
-        work.complete(queue.last.finish)
-    return work if work.async_op else None
-
-
-def flat_memory(tensor):
-    """Return the tensor, flat and without its graph, or a copy if is_memory() is false."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
-
-
-# A task in a queue: finish() waits for it, and is_completed() tells whether it has ended.
-Pending = namedtuple("Pending", "finish is_completed")
-DONE = Pending(lambda: None, lambda: True)
-
-
-class Work(Operation):
-    """An operation that takes its turn in a group, and can be waited for if it is asynchronous.
-
-    place: (rank, world_size) in the group; ranks: the global ranks of the group's members
-    members: the group's Membership; queue: the one for the tensor's device
-    op: the ReduceOp of a reduction; pending: what wait() finishes
-    """
-
-    pending = DONE
-
-    def __init__(self, name, group, tensor=None, async_op=False, op=None):
-        super().__init__(name, group)
-        self.async_op = async_op
-        self.op = op
-        self.members = membership(self.group, name)
-        self.place = self.members.place
-        self.rank, self.world_size = self.place
-        self.ranks = self.members.ranks
-        self.queue = self.members.queue_for(self.group, tensor)
-
-    def wait(self):
-        """Wait for the operation, or raise its error. On NCCL only the current stream waits.
-
-        Listeners hear of the wait as of an operation of its own.
-        """
-        waiting = Work("wait", self.group)
-        waiting.of = self
-        waiting.listeners = self.listeners
-        waiting.tell("begin")
-        waiting.complete(self.pending.finish)
-        self.pending = DONE  # let go of the tensors
-
-    def is_completed(self):
-        """Return whether the operation has completed or failed; False for a pending exchange()."""
-        return self.pending.is_completed()
-
-    def complete(self, task):
-        """Run the task that the operation consists of, and tell listeners of its end."""
-        try:
-            task()
-        finally:
-            self.tell("end")
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -896,14 +771,21 @@ def exchange(sends, receives, group=None, async_op=False):
     try:
         with suppress(Exception):  # an error of a pending collective is raised by its own wait()
             work.queue.last.finish()
-        finish = post(work, sends, receives)
+        await_messages = post(work, sends, receives)
     except BaseException:
         work.tell("end")
         raise
-    task = partial(work.complete, partial(work.queue.run, finish))
+
+    def finish():
+        try:
+            await_messages()
+            work.queue.note_launch()
+        finally:
+            work.tell("end")
+
     if not async_op:
-        return task()
-    work.pending = Pending(task, is_completed=lambda: False)
+        return finish()
+    work.pending = Pending(finish, is_completed=lambda: False)
     return work
 
 
@@ -912,8 +794,8 @@ MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 message
 
 def post(work, sends, receives):
     """Begin a batch of messages. Return a function that waits for them and holds their tensors."""
-    sends = [message for message in sends if message[0].numel()]
-    receives = [message for message in receives if message[0].numel()]
+    sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
+    receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
     if not sends and not receives:
         return lambda: None
     if max(len(sends), len(receives)) > MOST_PEERS:
@@ -923,27 +805,37 @@ def post(work, sends, receives):
     work.tell("post", sends, receives)
     if (receives or sends)[0][0].is_cuda and not work.queue.on_nccl:
         return _post_through_host(work, sends, receives)
-    return partial(_await, work, _begin(work, sends, receives))
+    return _begin(work, sends, receives)
 
 
 def _begin(work, sends, receives):
-    """Post messages: to NCCL in one batch, to gloo one by one. Return [(torch's Work, messages)].
+    """Post messages: to NCCL in one batch, to gloo one by one. Return a function that waits.
 
     dist.isend() and dist.irecv() would take the host twice as long as the group's own methods.
     """
     group = work.group
-    begun = []
+    begun = []  # (torch's Work, its messages)
     posted = receives + sends  # what the call that raises an error was to post
     try:
         if work.queue.on_nccl:
-            return [(post_batch(group, sends, receives), posted)]
-        for call, messages in (group.recv, receives), (group.send, sends):
-            for tensor, peer in messages:
-                posted = [(tensor, peer)]
-                begun.append((call([tensor], peer, TAG), posted))
+            begun.append((post_batch(group, sends, receives), posted))
+        else:
+            for call, messages in (group.recv, receives), (group.send, sends):
+                for message in messages:
+                    posted = [message]
+                    tensor, peer = message
+                    begun.append((call([tensor], peer, TAG), posted))
     except RuntimeError as error:
         raise _lost(work, posted, error) from error
-    return begun
+
+    def finish():
+        for theirs, messages in begun:
+            try:
+                theirs.wait()
+            except RuntimeError as error:
+                raise _lost(work, messages, error) from error
+
+    return finish
 
 
 def post_batch(group, sends, receives):
@@ -958,15 +850,6 @@ def post_batch(group, sends, receives):
     return group._end_coalescing(device)
 
 
-def _await(work, begun):
-    """Wait for what _begin() has returned."""
-    for theirs, messages in begun:
-        try:
-            theirs.wait()
-        except RuntimeError as error:
-            raise _lost(work, messages, error) from error
-
-
 def _lost(work, messages, error):
     """Return an error that names the messages' peers."""
     peers = " or ".join(str(work.ranks[peer]) for peer in sorted({peer for _, peer in messages}))
@@ -979,10 +862,10 @@ def _post_through_host(work, sends, receives):
     pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
     arriving = [(pinned(tensor), peer) for tensor, peer in receives]
     leaving = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
-    begun = _begin(work, leaving, arriving)
+    await_copies = _begin(work, leaving, arriving)
 
     def finish():
-        _await(work, begun)
+        await_copies()
         for (tensor, _), (buffer, _) in zip(receives, arriving):
             tensor.copy_(buffer)
 
@@ -1019,7 +902,7 @@ class Membership:
         device = None if tensor is None else tensor.device
         if device not in self.queues:
             on_nccl = device and f"{device.type}:nccl" in dist.get_backend_config(group)
-            self.queues[device] = _Stream() if on_nccl else self.thread
+            self.queues[device] = _Stream(device) if on_nccl else self.thread
         return self.queues[device]
 
 
@@ -1032,28 +915,30 @@ def membership(group, caller):
 
 
 class _Stream:
-    """The queue of a group on NCCL: a CUDA stream, made once since torch's pool holds only 32."""
+    """The queue of a group on NCCL: a CUDA stream.
+
+    The host launches tasks before the device runs them. `launched` holds a task's tensors until the
+    device has passed the event at its end, or until the caller's stream waits for this event. The
+    memory of NCCL's messages is reused only once the host has seen their end. If the host ran a
+    training step ahead, each message of that step would need its own memory. So it waits while more
+    than AHEAD tasks are unfinished.
+    """
 
     on_nccl = True
     window = 2  # segments under way: one is summed while the other one travels
     last = DONE  # the last task that was submitted
-    # The operations that the host may launch before the device has done them. With 5, the peak of
-    # ZeRO-3 is within 15% of what its tensors take.
-    AHEAD = 5
+    AHEAD = 5  # the peak of ZeRO-3 is then within 15% of what its tensors take
 
-    def __init__(self):
-        # Sums go before the kernels of a backward pass. NCCL has its own stream for messages.
-        self.stream = torch.cuda.Stream(priority=-1)
-        self.launched = deque()  # (event, tensors held until the device passes it)
+    def __init__(self, device=None):
+        # One for each group and device, since torch's pool holds only 32. Its sums go before the
+        # kernels of a backward pass. NCCL has its own stream for messages.
+        self.device = device
+        self.stream = torch.cuda.Stream(device=device, priority=-1)
+        self.launched = deque()  # (event at the end of a task, tensors that are held)
 
-    def run(self, task, held=()):
-        """Run a task on the current stream, then wait until at most AHEAD tasks are unfinished.
-
-        The allocator reuses the memory of NCCL's messages only once the host has seen their end. If
-        the host ran a training step ahead, each message of that step would need its own memory.
-        """
-        task()
-        event = torch.cuda.current_stream().record_event()
+    def note_launch(self, held=()):
+        """Mark the end of a task by an event. Wait until at most AHEAD tasks are unfinished."""
+        event = torch.cuda.current_stream(self.device).record_event()
         self.launched.append((event, held))
         while self.launched and self.launched[0][0].query():
             self.launched.popleft()
@@ -1065,15 +950,17 @@ class _Stream:
     def submit(self, task, tensors):
         """Run a task on the side stream. Return it as Pending."""
         held = list(tensors)
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            event = self.run(task, held)
+            task()
+            event = self.note_launch(held)
 
         def finish():
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(self.device).wait_event(event)
             held.clear()  # whatever reuses their memory runs after the event
 
-        return Pending(finish, event.query)
+        self.last = Pending(finish, event.query)
+        return self.last
 
 
 class _Thread:
@@ -1101,16 +988,13 @@ class _Thread:
             del task, future  # they hold the group, and after an error the tensors
 
     def end(self):
-        """End the thread. A thread that returns from C++ after Python's end aborts the process.
-
-        If a peer hangs, the thread may wait until the group's timeout, and Python's end only 30 s.
-        """
+        """End the thread. A thread that returns from C++ after Python's end aborts the process."""
         self.tasks.put(None)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
-            self.thread.join(30)
+            self.thread.join(30)  # seconds; if a peer hangs, it waits until the group's timeout
 
-    def run(self, task):
-        task()
+    def note_launch(self):
+        """Do nothing, since a task has ended when it returns."""
 
     def submit(self, task, tensors):
         """Run a task, which holds its tensors, in the thread. Return it as Pending.
@@ -1124,7 +1008,8 @@ class _Thread:
         if tensors and tensors[0].is_cuda:
             stream = torch.cuda.stream(torch.cuda.current_stream(tensors[0].device))
         self.tasks.put((task, torch.is_inference_mode_enabled(), stream, future))
-        return Pending(future.result, future.done)
+        self.last = Pending(future.result, future.done)
+        return self.last
 
 
 # ---- the choice of an algorithm ------------------------------------------------------------------
@@ -1177,7 +1062,8 @@ def set_ranks_per_node(ranks_per_node, group=None):
     """Set how many consecutive ranks share a node. A number < P that does not divide P means 1.
 
     All ranks must pass the same number, or they would choose unlike algorithms. For nodes of
-    different numbers of ranks it is their greatest common divisor.
+    different numbers of ranks it is their greatest common divisor. Without this call all ranks of a
+    group count as one node, whatever LOCAL_WORLD_SIZE is, which is slow between nodes of GPUs.
     """
     members = membership(group, "set_ranks_per_node")
     ranks = min(ranks_per_node, len(members.ranks))
@@ -1259,12 +1145,12 @@ class Reduction:
         return self.pair(a, b, out=out)
 
 
-# On a GPU each kernel reads and writes memory, and costs the host a launch. So direct does not add
-# P parts by P-1 kernels there. It receives them as the rows of a matrix, which one kernel reduces.
-
-
 def _reduce_at_once(chunks, output, combine, rank):
-    """Do what _direct_reduce_scatter() does with a single kernel, which rounds once."""
+    """Do what _direct_reduce_scatter() does, on a GPU, with a single kernel, which rounds once.
+
+    Each kernel reads and writes memory, and costs the host a launch. So the parts arrive as rows of
+    a matrix, which one kernel reduces, and not P-1 kernels.
+    """
     if len(chunks) == 1:
         output.copy_(chunks[0])
         return
@@ -1287,11 +1173,6 @@ _PHASES_ON_GPU = _PHASES | {
 }
 
 
-def phases_for(tensor):
-    """Return {name: (reduce-scatter, all-gather)} for tensors on this tensor's device."""
-    return _PHASES_ON_GPU if tensor.is_cuda else _PHASES
-
-
 # ---- the collectives -----------------------------------------------------------------------------
 #
 # Each call makes a Work, checks its tensors, and passes launch() a plan. With async_op=True it
@@ -1304,24 +1185,25 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
 
     op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
-    algorithm: a name from the module docstring, or "auto", which means what choose() returns
+    algorithm: a name from the table under "all-reduce", or "auto": what choose() returns
     """
-    if algorithm not in ("auto", "naive", "recursive_doubling", *_PHASES):
-        raise ValueError(f"{algorithm=} is none of the names in the module's docstring")
+    names = ("auto", "naive", "recursive_doubling", *_PHASES)
+    if algorithm not in names:
+        raise ValueError(f"{algorithm=} is none of {', '.join(names)}")
     combine = Reduction(op, tensor.dtype)
     work = Work("all_reduce", group, tensor, async_op, op)
     rank, P = work.place
     inputs = [] if output is None else [tensor]
     output = tensor if output is None else output
-    check_fits(output, tensor, output.numel(), tensor.numel())
+    check_fits(output, tensor, tensor.numel())
 
     def plan(output, input=None):
         name, segments, options = choose_segments(work, output.nbytes, 2, algorithm)
-        table = phases_for(output)
+        phases = _PHASES_ON_GPU if output.is_cuda else _PHASES
         outputs = _cut(output, segments, P * ALIGNMENT)  # so that chunks of segments are aligned
         inputs = outputs if input is None else _cut(input, segments, P * ALIGNMENT)
         return [
-            _all_reduce(name, *part, combine, rank, P, table, **options)
+            _all_reduce(name, *part, combine, rank, P, phases, **options)
             for part in zip(outputs, inputs)
         ]
 
@@ -1338,11 +1220,12 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     combine = Reduction(op, input.dtype)
     work = Work("reduce_scatter_single", group, output, async_op, op)
     rank, P = work.place
-    check_fits(output, input, output.numel(), input.numel() / P)
+    check_fits(output, input, input.numel() / P)
 
     def plan(output, input):
         name, segments, options = choose_segments(work, input.nbytes)
-        reduce_scatter, _ = phases_for(output)[name]
+        phases = _PHASES_ON_GPU if output.is_cuda else _PHASES
+        reduce_scatter, _ = phases[name]
         outputs = _cut(output, segments)
         parts = zip(*(_cut(chunk, segments) for chunk in input.chunk(P)))
         return [
@@ -1357,7 +1240,7 @@ def all_gather_single(output, input, group=None, async_op=False):
     """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
     work = Work("all_gather_single", group, output, async_op)
     rank, P = work.place
-    check_fits(output, input, output.numel(), P * input.numel())
+    check_fits(output, input, P * input.numel())
 
     def plan(output, input):
         name, segments, options = choose_segments(work, output.nbytes)
@@ -1374,30 +1257,22 @@ def all_gather_single(output, input, group=None, async_op=False):
 def all_gather(tensor_list, tensor, group=None, async_op=False):
     """Copy `tensor` of rank r into tensor r of every rank's list, for all r, in 1 step.
 
-        rank        0           1           2           3
-        start    a . . .     . bb . .    . . c .     . . . d       P = 4, and b is longer
-        step 0   a bb c d    a bb c d    a bb c d    a bb c d
-
-    A rank sends its tensor P-1 times. Lengths may differ between ranks, but tensor r must have one
-    length in every list. A rank checks only its own, and all dtypes.
+    Lengths may differ between ranks, but tensor r must have one length in every list. A rank checks
+    only its own, and all dtypes.
     """
     work = Work("all_gather", group, tensor, async_op)
     rank = work.rank
     outputs = one_per_rank(work, tensor_list)
-    lengths = [output.numel() for output in outputs]
     for r, output in enumerate(outputs):
-        check_fits(output, tensor, lengths[r], tensor.numel() if r == rank else lengths[r])
+        check_fits(output, tensor, tensor.numel() if r == rank else output.numel())
 
     def plan(*flat):
         *chunks, input = flat
         chunks[rank].copy_(input)
         return [_direct_all_gather(chunks, rank)]
 
-    def backend(*flat):
-        *chunks, input = flat
-        call_backend(work, chunks, input)
-
-    equal = len(set(lengths)) == 1  # gloo's own function takes no other lengths
+    backend = lambda *flat: call_backend(work, [*flat[:-1]], flat[-1])
+    equal = len({output.numel() for output in outputs}) == 1  # gloo's takes no other lengths
     return launch(work, plan, outputs, [tensor], backend if equal else None)
 
 
@@ -1412,7 +1287,9 @@ def all_to_all_single(
     rank, P = work.place
     received = _split_sizes(output, output_split_sizes, P)
     sent = _split_sizes(input, input_split_sizes, P)
-    check_fits(output, input, received[rank], sent[rank])
+    if (output_split_sizes or input_split_sizes) and output.numel() and input.numel():
+        check_fits(output, input, len(output) * input.shape[1:].numel())  # rows of one width
+    check_fits(output, input, output.numel() - received[rank] + sent[rank])  # its own piece
 
     def plan(output, input):
         outputs = output.split_with_sizes(received)
@@ -1430,8 +1307,7 @@ def _split_sizes(tensor, rows_of_ranks, world_size):
     sizes = rows_of_ranks or [rows // world_size] * world_size
     if len(sizes) != world_size or sum(sizes) != rows:
         raise ValueError(f"{rows} rows are not split for world_size={world_size} by sizes {sizes}")
-    width = tensor.numel() // max(1, rows)
-    return [size * width for size in sizes]
+    return [size * tensor.shape[1:].numel() for size in sizes]
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
@@ -1469,10 +1345,7 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
-    """Copy `tensor` of rank r into tensor r of the root's gather_list, for all r.
-
-    Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
-    """
+    """Copy `tensor` of rank r into tensor r of the root's gather_list, for all r. See scatter()."""
     work = Work("gather", group, tensor, async_op)
     root = find_root(work, dst, group_dst)
     outputs = list_of_root(work, root, gather_list, tensor)
@@ -1506,7 +1379,7 @@ def list_of_root(work, root, tensors, like):
         return []
     tensors = one_per_rank(work, tensors)
     for tensor in tensors:
-        check_fits(tensor, like, tensor.numel(), like.numel())
+        check_fits(tensor, like, like.numel())
     return tensors
 
 
@@ -1514,8 +1387,8 @@ def one_per_rank(work, tensors):
     """Return the list of tensors, or raise ValueError unless it has one for each rank."""
     tensors = tensors or []
     if len(tensors) != work.world_size:
-        expected = f"world_size={work.world_size}"
-        raise ValueError(f"{work.name} got a list of {len(tensors)} tensors, not {expected}")
+        got = f"{work.name} got a list of {len(tensors)} tensors"
+        raise ValueError(f"{got}, not world_size={work.world_size}")
     return tensors
 
 
@@ -1526,13 +1399,141 @@ def barrier(group=None):
     token.tolist()  # on CUDA the host waits here
 
 
+# ---- derivatives: the backward of a collective is a collective -----------------------------------
+#
+# If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
+# of x's gradient, and the parts are summed. If all ranks use x identically, each already has the
+# whole gradient, and a sum would count it once for every rank. So a tensor has one of four types
+# over a group, as in Meta's spmd_types, and so has its gradient:
+#
+#                    the ranks hold                   a rank's gradient is      the gradient's type
+#     I  invariant   equal tensors, used identically  whole, equal on all       invariant
+#     R  replicated  equal tensors, used differently  a part; the sum is meant  partial
+#     V  varying     tensors of their own             that of its own tensor    varying
+#     P  partial     parts; the sum is meant          the sum's, equal on all   replicated
+#
+# For example, x = 3 is multiplied by w = 2 on rank 0 and by w = 5 on rank 1, and y is the sum of
+# the products. Gradients are computed from the last row up, beginning with y's, which is 1:
+#
+#                                tensor on ranks 0, 1         gradient on ranks 0, 1
+#     x                             3      3   invariant         7      7   invariant
+#     c = copy_to_group(x)          3      3   replicated        2      5   partial
+#     p = w * c                     6     15   partial           1      1   replicated
+#     y = reduce_from_group(p)     21     21   invariant         1      1   invariant
+#
+# copy_to_group() makes a replicated tensor of an invariant one, so its backward makes an invariant
+# gradient of a partial one. It is an all-reduce: 2 + 5 = 7. Whether p is varying or partial depends
+# on what is meant, the products or their sum, so a varying tensor may be passed as partial.
+#
+# _PAIRS has the types of the functions below, which change no input. Docstrings of other files have
+# the letters, such as "V, I -> V" for two inputs and the output. tests/test_adjoint.py checks them.
+
+
+def _identity(x, group):
+    return x.view_as(x)
+
+
+def _all_reduced(x, group):
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    all_reduce(x, group=group, output=output)
+    return output
+
+
+def _all_gathered(x, dim, group):
+    output = x.new_empty(dist.get_world_size(group), *x.shape)
+    all_gather_single(output, x, group)
+    # flatten() may return a view, which autograd would not let anybody change in place
+    return output.movedim(0, dim).flatten(dim, dim + 1).detach()
+
+
+def _own_chunk(x, dim, group):
+    chunks = x.unflatten(dim, (dist.get_world_size(group), -1))
+    return chunks.select(dim, dist.get_rank(group)).clone(memory_format=torch.contiguous_format)
+
+
+def _reduce_scattered(x, dim, group):
+    chunks = x.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0)
+    output = x.new_empty(chunks.shape[1:])
+    reduce_scatter_single(output, chunks, group=group)
+    return output
+
+
+def _all_to_all(x, output_split_sizes, input_split_sizes, group):
+    rows = len(x) if output_split_sizes is None else sum(output_split_sizes)
+    output = x.new_empty(rows, *x.shape[1:])
+    all_to_all_single(output, x, output_split_sizes, input_split_sizes, group)
+    return output
+
+
+_PAIRS = {  # name: (forward, backward), with the types of x and of the result
+    "copy_to_group": (_identity, _all_reduced),  # invariant -> replicated; Megatron's f
+    "reduce_from_group": (_all_reduced, _identity),  # partial -> invariant; Megatron's g
+    "scatter_to_group": (_own_chunk, _all_gathered),  # invariant -> varying
+    "gather_from_group": (_all_gathered, _own_chunk),  # varying -> invariant
+    "all_gather_to_group": (_all_gathered, _reduce_scattered),  # varying -> replicated
+    "reduce_scatter_to_group": (_reduce_scattered, _all_gathered),  # partial -> varying
+    # varying -> varying
+    "all_to_all_in_group": (_all_to_all, lambda x, a, b, group: _all_to_all(x, b, a, group)),
+}
+
+
+class _Conjugate(torch.autograd.Function):
+    """Apply pair[0] in forward and pair[1] in backward; a double backward swaps them again."""
+
+    @staticmethod
+    def forward(ctx, x, pair, *arguments):
+        ctx.pair, ctx.arguments = pair, arguments
+        return pair[0](x, *arguments)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        gradient = _Conjugate.apply(grad_output, ctx.pair[::-1], *ctx.arguments)
+        return gradient, None, *[None for _ in ctx.arguments]
+
+
+def copy_to_group(x, group=None):
+    """Return a view of x that must not be changed. Backward sums the gradients."""
+    return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
+
+
+def reduce_from_group(x, group=None):
+    """Return the sum of all ranks' x. In backward each x gets the sum's gradient."""
+    return _Conjugate.apply(x, _PAIRS["reduce_from_group"], group)
+
+
+def scatter_to_group(x, dim, group=None):
+    """Return this rank's chunk of x along `dim`. Every rank passes the same x."""
+    return _Conjugate.apply(x, _PAIRS["scatter_to_group"], dim % x.ndim, group)
+
+
+def gather_from_group(x, dim, group=None):
+    """Join every rank's x along `dim`, for ranks that all use the result identically."""
+    return _Conjugate.apply(x, _PAIRS["gather_from_group"], dim % x.ndim, group)
+
+
+def all_gather_to_group(x, dim, group=None):
+    """Join every rank's x along `dim`, for ranks that use the result differently."""
+    return _Conjugate.apply(x, _PAIRS["all_gather_to_group"], dim % x.ndim, group)
+
+
+def reduce_scatter_to_group(x, dim, group=None):
+    """Return this rank's chunk, along `dim`, of the sum of every rank's x."""
+    return _Conjugate.apply(x, _PAIRS["reduce_scatter_to_group"], dim % x.ndim, group)
+
+
+def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, group=None):
+    """Exchange the rows of x as all_to_all_single() does."""
+    splits = output_split_sizes, input_split_sizes
+    return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
+
+
 # ---- the backend's own collectives ---------------------------------------------------------------
 
 
 def set_backend_collectives(group=None):
-    """Let the backend run the group's collectives. count_bytes() rejects these.
+    """Let the backend run the group's collectives, which count_bytes() then rejects.
 
-    Exceptions are reduce(), and all_gather() of unequal lengths, which gloo does not support.
+    Exceptions are reduce(), and all_gather() of unequal lengths.
     """
     membership(group, "set_backend_collectives").uses_backend = dist.get_world_size(group) > 1
 
@@ -1554,9 +1555,9 @@ def backend_function(name):
     return getattr(dist, name if hasattr(dist, name) else older[name])
 
 
+# ==== for the demonstrations and the other files ==================================================
+
 # ---- processes -----------------------------------------------------------------------------------
-#
-# The collectives end here. What follows serves the demonstrations and the other files.
 
 
 def schedule_as_batch(policy="SCHED_BATCH"):
@@ -1668,5 +1669,3 @@ def _demonstrate():
 
 if __name__ == "__main__":
     run_ranks(_demonstrate)
-
-

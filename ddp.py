@@ -51,7 +51,7 @@ def average_gradients(module, group=None):
 
 
 def grad_dtype(parameter):
-    """Return parameter.grad_dtype or, if that is None (any dtype), parameter.dtype."""
+    """Return parameter.grad_dtype, PyTorch's dtype for .grad, or parameter.dtype if it is None."""
     return parameter.grad_dtype or parameter.dtype
 
 
@@ -60,8 +60,8 @@ class Bucket:
 
     All ranks must start their all-reduces in the same order, since messages are matched by order.
     So autograd must complete the buckets in one order on all ranks, and each loss must use all
-    parameters, or a bucket would never be complete. All of them require gradients, and each
-    backward is followed by finish().
+    parameters, or a bucket would never be complete. All of them have one dtype and require
+    gradients, and each backward is followed by finish().
     """
 
     def __init__(self, parameters, group=None):
@@ -251,7 +251,7 @@ class GradBucket:
 
     @torch.no_grad()
     def sum_gradients(self):
-        """Begin to sum the gradients over the group, yield True, and wait for the sum."""
+        """Begin to sum the gradients, yield True (to Reducer), and wait for the sum."""
         for parameter, slot in self.slots.items():
             self.take(parameter, slot)
         started = self.gradient_sum.start(self.flat, self.group)
@@ -280,15 +280,17 @@ class Reducer:
         finish()                          0 1 2     a missing gradient counts as zero
                                                     all sums have ended
 
-    A sum is a generator, which yields while its message is under way. A unit of zero.py may begin
-    a second message then, for replicas of its shards, and yield again.
+    A sum is a generator, which yields True while its message is under way.
 
-    order: the buckets or, in zero.py, the units. Each has `slots`, a dict of its parameters, a set
-        `missing` of those whose gradients are not final, and the generator sum_gradients().
+    order: the buckets. Each has `slots`, a dict of its parameters, a set `missing` of those whose
+        gradients are not final, and the generator sum_gradients().
     queue: those, in this order, whose sums have not begun in this round.
     under_way: (bucket, its generator) pairs, whose sums have begun.
-    frees_early: whether the sums under way are waited for before another one begins. Units of
-        zero.py then free their gradients. Buckets last, so all their sums may be under way at once.
+    frees_early: whether the sums under way are waited for before another one begins.
+
+    zero.py passes units in place of buckets. A unit's sum may begin a second message, for replicas
+    of its shards, and yield again. With frees_early, units free their gradients when their sums
+    end. Buckets last, so all their sums may be under way at once.
     """
 
     def __init__(self, order, under_way=None, frees_early=False):
@@ -360,7 +362,8 @@ class DistributedDataParallel(nn.Module):
     backward() that computes the gradient of any parameter also reduces all gradients, except inside
     no_sync(), which sets require_backward_grad_sync to False. A rank whose loss uses no parameter
     at all, or that has no batch, calls finish_grad_sync() instead of backward(), and takes the
-    optimizer's step, too.
+    optimizer's step, too. A parameter that no rank's loss uses gets a zero gradient instead of
+    None, so weight decay and momentum still change it.
 
         model = DistributedDataParallel(net)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -375,8 +378,9 @@ class DistributedDataParallel(nn.Module):
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
     broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, except
         when the previous one ran in no_sync() or no_grad() and no gradients were reduced since.
-    gradient_as_bucket_view: make .grad a view of its bucket, which saves a copy and its memory. A
-        later backward() overwrites a .grad that a script has saved without clone().
+    gradient_as_bucket_view: make .grad a view of its bucket. Sums are not copied back then, and
+        after backward() gradients take memory once. A later backward() overwrites a .grad that a
+        script has saved without clone().
     gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
         it to 1 if the ranks' losses add up to the loss of the whole batch. If you do, call
         zero_grad() after each step, or a sum left in .grad will be reduced again and grow P-fold.
@@ -443,13 +447,11 @@ class DistributedDataParallel(nn.Module):
 
     # What the wrapper remembers between two calls:
     #
-    #                           true from                         until
-    #     not reducer.is_idle   a round's first gradient, or      finish_grad_sync()
-    #                           start_grad_sync()
-    #     _ends_with_backward   a round's first gradient, if      start_grad_sync(), whose rounds
-    #                           backward ends the round, too      only finish_grad_sync() ends
-    #     _expects_backward     a forward() in grad mode, whose   finish_grad_sync()
-    #                           gradients the other ranks await
+    #     reducer.is_idle       False in a round: from its first gradient, or start_grad_sync(), to
+    #                           finish_grad_sync(), which the end of backward may call
+    #     _ends_with_backward   whether it does: wait_in_backward, but False after start_grad_sync()
+    #     _expects_backward     True from a forward() in grad mode, whose gradients the other ranks
+    #                           await, to finish_grad_sync()
 
     def forward(self, *args, **kwargs):
         if self.wait_in_backward:
@@ -500,7 +502,7 @@ class DistributedDataParallel(nn.Module):
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self):
-        """End the round if the outermost backward has ended, or if no bucket is left to reduce."""
+        """End the round with the outermost backward, or an inner one that completes all buckets."""
         is_outermost = torch._C._current_autograd_node() is None  # private API
         is_running = self._ends_with_backward and not self.reducer.is_idle
         if is_running and (is_outermost or not self.reducer.queue):
@@ -534,8 +536,10 @@ class DistributedDataParallel(nn.Module):
     def finish_grad_sync(self):
         """End the round of reductions, or run a whole one if this rank's peers still need it.
 
-        They do if no round has started since this rank's last forward(), or since its gradients
-        were set to None or zero. The latter means that it has had no batch.
+        a round is under way                  end it
+        none since this rank's last forward   run one: its loss used no parameter
+        all gradients are None or zero        run one, and broadcast buffers: it has had no batch
+        otherwise                             do nothing: backward has ended the round
         """
         is_expected = not self.reducer.is_idle or self._expects_backward
         if is_expected or self._has_no_gradient():
@@ -562,8 +566,6 @@ class DistributedDataParallel(nn.Module):
 
 # Differences from PyTorch's class:
 #
-# - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
-#   momentum still change it.
 # - There is no join(). A rank that has left its loop must call nothing else on the group while
 #   others are in theirs. These wait for it and raise an error when it exits, or when the group's
 #   timeout has passed.

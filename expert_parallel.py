@@ -33,9 +33,10 @@ Load Balancing", 2024. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
     torchrun --nproc-per-node 4 expert_parallel.py      bytes, and the error against one process
 """
 
+import math
 from collections import namedtuple
 from contextlib import contextmanager
-from functools import cached_property
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
@@ -112,6 +113,7 @@ def switch_layer(x, router, compute, group=None):
 #
 #     the layer              MoE, the class to use
 #     the router             how it chooses, and what keeps it balanced
+#     its losses             two losses whose gradients backward adds, and a tally of the choices
 #     the experts            their MLPs
 #     dispatch and combine   what plain_dispatch() does, with less memory and one wait
 #     rows under way         tokens divided into parts, of which some travel while others compute
@@ -185,12 +187,7 @@ class MoE(nn.Module):
     The router:
         router: further arguments of Router.
         capacity_factor: limits the tokens of an expert, see within_capacity(). None for no limit.
-        balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
-            The layer does not return these losses, but backward adds their gradients.
-        loss_scale: a further factor of both losses, see set_loss_scale().
-        balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp.
-            The losses are means over the tokens of the grid, which costs an all-reduce of E counts
-            over each group. By default, the grid is this rank alone.
+        balance_coefficient, z_coefficient, loss_scale, balance_groups: see RouterLosses.
     The ranks:
         group: the ranks over which the experts are spread.
         tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dim 0, and
@@ -201,21 +198,21 @@ class MoE(nn.Module):
     Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
     router are equal, and no two experts are: each rank draws all of them and keeps its own.
 
-    The attribute hand_over is None, or a function to call while rows travel, so that something else
-    can compute meanwhile: see Turns in pipeline.py. All ranks of `group` must have the same parts,
-    and a hand_over that posts the same messages, if it posts any.
+    Padding is routed, counted and takes room like any token; leave it out of x if it should not.
 
-    Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
-    dropped, and this rank's parts of the two losses. After a step the caller sums the tallies over
-    the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the tally to 0.
-    The tally moves to the device of x in forward, so read the attribute anew in each step. Padding
-    is routed, counted and takes room like any token; leave it out of x if it should not.
+    The attribute `losses` is the layer's RouterLosses. The attribute hand_over is None, or a
+    function to call while rows travel, so that something else can compute meanwhile. If `pipeline`
+    is a Pipeline with pairs (pipeline.py), set layer.hand_over = pipeline.turns.hand_over. All
+    ranks of `group` must have the same parts, and a hand_over that posts the same messages, if any.
+
+    In 16 bits and under autocast, the router's weights and the sums of the k results are rounded to
+    16 bits. In bf16 with k = 8, y errs by 0.3 to 0.4% for this reason. With sums in fp32 it would
+    err by 0.2%, but these need N k rows in fp32.
 
     Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
     router and of the shared experts are R: the gradients of their copies must be summed.
 
-    Raises ValueError if P does not divide num_experts, or if capacity_factor or parts is not
-    positive.
+    Raises ValueError if P does not divide num_experts, or if capacity_factor is not positive.
     """
 
     def __init__(
@@ -229,15 +226,14 @@ class MoE(nn.Module):
             raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"{capacity_factor=} leaves no room for a token")
-        if parts < 1:
-            raise ValueError(f"{parts=} is less than 1")
         self.num_experts, self.capacity_factor = num_experts, capacity_factor
-        self.group, self.nodes = group, nodes
+        self.group, self.tp_group, self.nodes = group, tp_group, nodes
         self.parts = parts
         self.hand_over = None
-        self.tp_group, self.balance_groups = tp_group, balance_groups
-        self.has_losses = bool(balance_coefficient or z_coefficient)
         self.router = Router(hidden, num_experts, top_k, **router)
+        self.losses = RouterLosses(
+            num_experts, top_k, balance_coefficient, z_coefficient, loss_scale, balance_groups
+        )
         num_local = num_experts // world_size
         own = range(rank * num_local, (rank + 1) * num_local)
         self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
@@ -247,83 +243,25 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
             down = nn.Linear(width, hidden, bias=False)
             self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
-        # Plain tensors, as DDP would broadcast buffers. They are on the CPU also if "meta" is the
-        # default device, because to_empty() would not give them memory.
-        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
-        coefficients = [balance_coefficient, z_coefficient]
-        self.coefficients = torch.tensor(coefficients, dtype=torch.float64, device="cpu")
-        self.factors = self.coefficients * loss_scale
-
-    @torch.no_grad()
-    def set_loss_scale(self, scale):
-        """Multiply the balance loss and the z-loss by `scale` in later backward passes.
-
-        Many programs call backward() on a multiple of their loss. The layer adds the gradients of
-        its own losses, which need the same factor, so it must be told:
-
-            backward() on                               scale
-            loss, or loss / n for n microbatches        1, or 1 / n
-            scaler.scale(loss) / n                      scaler.scale(one) / n
-                                                        with one = torch.ones((), device=x.device)
-
-        If gradients are then averaged over R ranks of the grid of balance_groups, the scale is R
-        times that, because a rank's losses are parts, which must be summed.
-
-        scale: a number or a scalar tensor, which is copied. If it is on the layer's device, the
-            host does not wait. It replaces loss_scale, and is read in backward. So call this for
-            each layer, before backward(), whenever the factor changes.
-        """
-        if torch.is_tensor(scale):
-            self.coefficients = self.coefficients.to(scale.device)
-        self.factors.copy_(self.coefficients * scale)
 
     def forward(self, x):
         if self.tp_group is not None:
             x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)
         routing = self.router(tokens)
-        with_losses = torch.is_grad_enabled()
         # small messages go first, since they would wait for long ones if a group carries both
-        loads = self._loads(routing.experts) if with_losses else None
+        loads = self.losses.loads(routing.experts)
+        experts = within_capacity(routing.experts, self.num_experts, self.capacity_factor)
         # under autocast the elements of rows have 16 bits, which halves the messages
-        tokens = autocasted(tokens)
-        experts = routing.experts
-        if self.capacity_factor is not None:
-            experts = within_capacity(experts, self.num_experts, self.capacity_factor)
-        args = tokens, experts, routing.weights, self.num_experts, self.experts
+        args = autocasted(tokens), experts, routing.weights, self.num_experts, self.experts
         if self.nodes:
             y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
         else:
             y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
-        if with_losses:
-            y = self._with_losses(y, routing, experts, *loads)
-        y = y.view(x.shape)
+        y = self.losses.attach(y, routing, experts, loads).view(x.shape)
         if self.tp_group is None:
             return y
         return gather_from_group(y, 0, self.tp_group)
-
-    def _loads(self, experts):
-        """Return how often this rank, and how often all ranks of the grid chose each expert."""
-        own = count_choices(experts, self.num_experts)
-        total = own.clone()
-        if self.has_losses:
-            for group in self.balance_groups:
-                all_reduce(total, group=group)
-        return own, total
-
-    def _with_losses(self, y, routing, experts, own_loads, total_loads):
-        """Return y, whose backward also computes the losses' gradients and adds to the tally."""
-        losses = y.new_zeros(2)  # balance loss, z-loss
-        if self.has_losses:
-            tokens = (total_loads.sum() // self.router.top_k).clamp(min=1)
-            balance = balance_loss(routing.probabilities, total_loads, tokens)
-            losses = torch.stack([balance, router_z_loss(routing.logits, tokens)])
-        dropped = (experts < 0).sum().view(1)
-        counted = torch.cat([own_loads.double(), dropped, losses.detach()])
-        self.tally = self.tally.to(y.device)
-        self.factors = self.factors.to(y.device)
-        self.coefficients = self.coefficients.to(y.device)
-        return AddLossAndTally.apply(y, losses, self.factors, counted, self.tally)
 
 
 def within_capacity(experts, num_experts, capacity_factor):
@@ -331,16 +269,20 @@ def within_capacity(experts, num_experts, capacity_factor):
 
     Each expert takes the first ceil(capacity_factor N k / E) of the choices that fall on it from
     this rank's N tokens, in the order of the tokens. (GShard takes all first choices before second
-    ones.) A choice that is dropped adds nothing to the result.
+    ones.) A choice that is dropped adds nothing to the result. The count is exact: of 100 choices
+    and 2 experts, a factor of 1.1 takes 55, though in floating point 50 * 1.1 is larger than 55.
     """
+    if capacity_factor is None:
+        return experts
     choices = experts.flatten()
-    capacity = len(choices) / num_experts * capacity_factor
+    factor = min(capacity_factor, num_experts)  # which has room for all choices, as infinity has
+    capacity = math.ceil(Fraction(str(factor)) * len(choices) / num_experts)
     # The choices 1 1 0 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
     # Sorting moves them to positions 1 2 0 3, so their places in experts' queues are 0 1 0 2.
     loads = count_choices(choices, num_experts)
     begins = loads.cumsum(0) - loads
     positions = choices.argsort(stable=True).argsort()
-    places = (positions - begins[choices]).double()
+    places = positions - begins[choices]
     return experts.masked_fill(places.view_as(experts) >= capacity, -1)
 
 
@@ -370,8 +312,7 @@ class Router(nn.Module):
         experts of topk_group groups, those in which the two highest scores have the largest sum.
 
     The buffer `bias` is added to scores for the choice only. Raises ValueError if score is unknown,
-    n_group does not divide num_experts, there are no topk_group groups, or they have fewer than
-    top_k experts.
+    there are no topk_group groups, or they have fewer than top_k experts.
     """
 
     def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
@@ -379,8 +320,6 @@ class Router(nn.Module):
         topk_group = n_group if topk_group is None else topk_group
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"{score=} is neither 'softmax' nor 'sigmoid'")
-        if num_experts % n_group:
-            raise ValueError(f"{num_experts=} is not divisible by {n_group=}")
         if not 1 <= topk_group <= n_group:
             raise ValueError(f"{topk_group=} is not from 1 to {n_group=}")
         reachable = topk_group * num_experts // n_group
@@ -422,11 +361,11 @@ class Router(nn.Module):
 
         16 bits would lose its small updates, and .bfloat16().float() would round it.
         """
-        bias = self.bias
+        unrounded = self.bias
         super()._apply(function, recurse)
-        if not bias.is_meta:  # else it has no values to keep
-            self.bias = bias.to(self.bias.device)
-        self.bias = self.bias.float()
+        if unrounded.is_meta:  # it has no values to keep
+            unrounded = self.bias
+        self.bias = unrounded.to(self.bias.device, torch.float32)
         return self
 
     def update_bias(self, loads, rate=0.001):
@@ -482,7 +421,90 @@ class FullPrecisionLinear(torch.autograd.Function):
         wants_x, wants_weight = ctx.needs_input_grad
         with full_precision(x.device):
             dx = dy @ weight if wants_x else None
-            return dx, dy.t() @ x if wants_weight else None
+            dweight = dy.t() @ x if wants_weight else None
+        return dx, dweight
+
+
+# ---- the router's losses, and the tally ----------------------------------------------------------
+
+
+class RouterLosses:
+    """The balance loss and the z-loss of a layer's router, and a tally of what it chooses.
+
+    The layer does not return the losses. Its backward adds their gradients, and adds to the tally.
+
+    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
+    scale: a further factor of both losses, see set_scale().
+    groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The losses
+        are means over the tokens of the grid, which costs an all-reduce of E counts over each
+        group. With (), the grid is this rank alone.
+
+    The attribute `tally`, (E + 3,), says how often each of the E experts was chosen, how many
+    choices were dropped, and this rank's parts of the two losses. After a step the caller sums the
+    tallies over the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the
+    tally to 0. It moves to the device of x in forward, so read the attribute anew in each step.
+    """
+
+    def __init__(self, num_experts, top_k, balance_coefficient, z_coefficient, scale, groups):
+        self.num_experts, self.top_k = num_experts, top_k
+        self.balance_coefficient = balance_coefficient
+        self.z_coefficient = z_coefficient
+        self.has_losses = bool(balance_coefficient or z_coefficient)
+        self.groups = groups
+        # These are not buffers of the layer, which DDP would broadcast. They are on the CPU also if
+        # "meta" is the default device, because to_empty() would not give them memory.
+        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
+        self.scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
+
+    @torch.no_grad()
+    def set_scale(self, scale):
+        """Multiply both losses by `scale` in later backward passes.
+
+        They need the factor of the loss on which the caller calls backward(). For n microbatches,
+        whose gradients are then summed, or averaged, over the R ranks of the grid:
+
+            backward() on             scale for sums            scale for averages
+            loss / n                  1 / n                     R / n
+            scaler.scale(loss) / n    scaler.scale(one) / n     R * scaler.scale(one) / n
+
+        An average needs R, since a rank's losses are parts, whose sum is the grid's losses.
+
+        scale: a number or a scalar tensor, such as scaler.scale(one), one = torch.ones((),
+            device=x.device). It is copied. If it is on the layer's device, the host does not wait.
+            Call this for each layer before backward(), whenever the factor changes.
+        """
+        self.scale.fill_(scale)
+
+    def loads(self, experts):
+        """Return how often this rank, and how often all ranks of the grid chose each expert."""
+        if not torch.is_grad_enabled():
+            return None  # no backward follows, which would tally them
+        own = count_choices(experts, self.num_experts)
+        total = own.clone()
+        if self.has_losses:
+            for group in self.groups:
+                all_reduce(total, group=group)
+        return own, total
+
+    def attach(self, y, routing, experts, loads):
+        """Return y, whose backward also computes the losses' gradients and adds to the tally.
+
+        experts: routing.experts, with -1 for dropped choices. loads: those that loads() returned.
+        """
+        if loads is None:
+            return y
+        own_loads, total_loads = loads
+        balance = z = loss = torch.zeros((), dtype=torch.float64, device=y.device)
+        if self.has_losses:
+            tokens = (total_loads.sum() // self.top_k).clamp(min=1)
+            balance = balance_loss(routing.probabilities, total_loads, tokens).double()
+            z = router_z_loss(routing.logits, tokens).double()
+            loss = self.balance_coefficient * balance + self.z_coefficient * z
+        dropped = (experts < 0).sum()
+        counted = torch.cat([own_loads, torch.stack([dropped, balance.detach(), z.detach()])])
+        self.tally = self.tally.to(y.device)
+        self.scale = self.scale.to(y.device)
+        return AddLossAndTally.apply(y, loss, self.scale, counted, self.tally)
 
 
 def balance_loss(probabilities, loads, tokens):
@@ -502,37 +524,37 @@ def router_z_loss(logits, tokens):
 
 
 class AddLossAndTally(torch.autograd.Function):
-    """Return x. In backward, give `losses` the gradient `factors`, and add `counted` to `tally`.
+    """Return x. In backward, give `loss` the gradient `scale`, and add `counted` to `tally`.
 
-    The model's loss does not depend on `losses`, so backward would not reach them otherwise.
-    (Megatron-LM does the same in its MoEAuxLossAutoScaler.) Recomputation repeats only the forward,
-    so nothing is added twice. `factors` is read in backward, so it may change after forward.
+    The model's loss does not depend on `loss`, so backward would not reach it otherwise.
+    Recomputation repeats only the forward, so nothing is added twice. `scale` is read in backward,
+    so it may change after forward. (Megatron-LM has the same in its MoEAuxLossAutoScaler.)
     """
 
     @staticmethod
-    def forward(ctx, x, losses, factors, counted, tally):
-        ctx.dtype, ctx.factors = losses.dtype, factors
-        ctx.counted, ctx.tally = counted, tally
+    def forward(ctx, x, loss, scale, counted, tally):
+        ctx.scale, ctx.counted, ctx.tally = scale, counted, tally
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
         ctx.tally.add_(ctx.counted)
-        return dy, ctx.factors.to(ctx.dtype, copy=True), None, None, None
+        return dy, ctx.scale.clone(), None, None, None
 
 
 def tally_metrics(tallies, num_microbatches, with_losses):
-    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
+    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over a grid.
 
-    These are the ranks of the grid of MoE's balance_groups.
-    expert_load: the largest load divided by the mean, in the worst layer. expert_dropped: the
-    fraction of choices dropped. balance_loss, z_loss: means over layers and microbatches.
+    expert_load: the largest load divided by the mean, in the worst layer, or 0 without a token.
+    expert_dropped: the fraction of choices dropped. balance_loss, z_loss: means over layers and
+    microbatches.
     """
-    counts, dropped, losses = tallies.split([tallies.shape[1] - 3, 1, 2], 1)
-    load = (counts.amax(1) / counts.mean(1)).max()
-    metrics = {"expert_load": load, "expert_dropped": dropped.sum() / counts.sum()}
+    loads = tallies[:, :-3]  # (layers, E)
+    means = loads.mean(1).clamp(min=1e-9)  # not 0, also if a layer has had no token
+    metrics = {"expert_load": (loads.amax(1) / means).max()}
+    metrics["expert_dropped"] = tallies[:, -3].sum() / loads.sum().clamp(min=1)
     if with_losses:
-        metrics["balance_loss"], metrics["z_loss"] = losses.mean(0) / num_microbatches
+        metrics["balance_loss"], metrics["z_loss"] = tallies[:, -2:].mean(0) / num_microbatches
     return metrics
 
 
@@ -572,9 +594,7 @@ class Experts(nn.Module):
 def draw_experts(own, num_experts, rows, columns):
     """Draw a random matrix for each of num_experts. Return those of `own`, (G, rows, columns).
 
-    Every rank draws all of them, one after another. So if PyTorch's generator is seeded alike on
-    all ranks, no two experts are equal, their values do not depend on P, and the generator's state
-    stays alike.
+    Every rank draws all of them, one after another, so the ranks' generators stay alike.
     """
     kept = torch.empty(len(own), rows, columns)
     for expert in range(num_experts):
@@ -610,18 +630,16 @@ def _grouped(x, weight, sizes, sizes_on_device):
 #     Journey           one all-to-all of a part's rows, which may be under way for a while
 #     carry()           takes all parts of a plan to the experts and back
 #
-# The steps are:
+# Forward has three messages: counts, for which the host waits, since it needs the sizes of the next
+# two; dispatch, which takes rows of x to the experts; and combine, which takes the results back. In
+# backward,
 #
-#     forward     counts      each rank is told how many rows each of its experts gets from each
-#                             rank. The host waits, since it needs the sizes of the next messages
-#                 dispatch    for each choice, the token's row of x goes to the expert's rank
-#                 combine     for each choice, the result comes back, is weighted and is added to y
-#     backward    1. for each choice, d result = weight * dy and d weight = result . dy
-#                 2. combine in reverse: the results' gradients go to the experts
-#                 3. the experts' backward. An expert has processed tokens of all ranks, so the
-#                    gradients of its matrices need no reduction over the group
-#                 4. dispatch in reverse: the gradients of the experts' inputs come back
-#                 5. a token's dx is the sum of its rows' gradients; d weight goes to the router
+#     1. for each choice, d result = weight * dy and d weight = result . dy
+#     2. combine in reverse: the results' gradients go to the experts
+#     3. the experts' backward. An expert has processed tokens of all ranks, so the gradients of its
+#        matrices need no reduction over the group
+#     4. dispatch in reverse: the gradients of the experts' inputs come back
+#     5. a token's dx is the sum of its rows' gradients; d weight goes to the router
 #
 # On a GPU, rows are added by atomic operations, in any order, so the last bits may vary for k > 2.
 
@@ -633,10 +651,7 @@ def dispatch_and_combine(
 
     x, experts, weights, num_experts, compute: those of plain_dispatch(); an expert may be -1.
     shared: a module whose output for x is added.
-    parts: the number of parts in which tokens travel: see "rows under way". compute() is called
-        for each part, and all ranks pass the same number.
-    hand_over: None, or a function to call before waiting for rows, in which another microbatch
-        can compute (Turns in pipeline.py).
+    parts, hand_over: those of MoE. compute() is called for each part.
     Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
     """
     plan = DispatchPlan(experts, num_experts, group, parts, hand_over)
@@ -672,13 +687,12 @@ class DispatchPlan:
     """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
 
     The arguments are those of dispatch_and_combine(). Part i of N tokens has num_tokens[i] of them,
-    which may be none. parts() yields a Part for each. Counts have the indices [rank][local expert]:
-    on rank 0 of the example, sent = [[2, 1], [1, 0]] and received = [[2, 1], [2, 0]].
+    which may be none. Its counts have the indices [rank][local expert]: on rank 0 of the example,
+    sent = [[2, 1], [1, 0]] and received = [[2, 1], [2, 0]].
     """
 
     def __init__(self, experts, num_experts, group=None, parts=1, hand_over=None):
         _, world_size = rank_and_size(group)
-        num_local = num_experts // world_size
         self.group, self.k = group, experts.shape[1]
         self.hand_over = hand_over
         self.overlaps = parts > 1 or hand_over is not None
@@ -686,18 +700,14 @@ class DispatchPlan:
         self.num_tokens = [each + (part < left_over) for part in range(parts)]
         choices = self.divided(experts)
         counts = [count_choices(part, num_experts).view(world_size, -1) for part in choices]
-        sent = torch.cat(counts, 1)  # (P, parts G): row r is for rank r
-        # NCCL is fast if messages begin at multiples of 16 bytes, so send an even number of counts
-        sent = F.pad(sent, (0, parts * num_local % 2))
-        received = all_to_all_in_group(sent, group=group)  # row r is from rank r
-        both = torch.stack([sent, received])[..., : parts * num_local]  # without padding
-        both = both.unflatten(2, (parts, num_local)).transpose(1, 2)  # (2, parts, P, G)
+        sent = torch.stack(counts, 1)  # (P, parts, G): sent[r] is for rank r
+        received = all_to_all_in_group(sent, group=group)  # received[r] is from rank r
+        both = torch.stack([sent, received]).transpose(1, 2)  # (2, parts, P, G)
         self.received = both[1]
         # start the copy now, so that parts() need not wait for kernels launched after the copy
         self.on_host = both.to("cpu", non_blocking=True)
         if experts.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
-        # The i-th choice of a token has number token * k + i. Sorting by expert sorts by rank, too.
         self.orders = [part.flatten().argsort(stable=True) for part in choices]
 
     def divided(self, tensor):
@@ -709,9 +719,8 @@ class DispatchPlan:
         if self.received.is_cuda:
             self.copied.synchronize()
         sent, received = self.on_host.tolist()
-        of_parts = zip(self.num_tokens, self.orders, sent, received, self.received)
-        for num_tokens, order, sent, received, on_device in of_parts:
-            yield Part(self, num_tokens, order, sent, received, on_device)
+        for i, num_tokens in enumerate(self.num_tokens):
+            yield Part(self, num_tokens, self.orders[i], sent[i], received[i], self.received[i])
 
 
 class Part:
@@ -734,20 +743,20 @@ class Part:
         self.rows_to = [sum(of_rank) for of_rank in sent]  # [3, 1] in the example
         self.rows_from = [sum(of_rank) for of_rank in received]  # [3, 2]
         self.sizes = [sum(of_expert) for of_expert in zip(*received)]  # [4, 1]
+        self.received = received_on_device
         self.sizes_on_device = received_on_device.sum(0)
-        self.cells = received_on_device.flatten()  # the rows of each source and expert
         # choices of -1 come first in the order, and are removed
         self.order = order[len(order) - sum(self.rows_to) :]
-        self.token = self.order // plan.k
-        self.under_way = []  # (rows, Journey) of what has been posted and not been waited for
+        self.token = self.order // plan.k  # choice i is one of token i // k
+        self.under_way = []  # (buffer, Journey) of what has been posted and not been waited for
 
     def begin_dispatch(self, x, *others):
         """Begin to send rows of x, (N, ...), to experts, and those of others, which are short."""
-        for number, tensor in enumerate((x, *others)):
-            hand_over = self.plan.hand_over if number == 0 else None  # the others arrive with x
-            self.post(tensor.index_select(0, self.token), self.rows_from, self.rows_to, hand_over)
+        self.post(x.index_select(0, self.token), self.rows_from, self.rows_to, self.plan.hand_over)
+        for tensor in others:  # which arrive with x
+            self.post(tensor.index_select(0, self.token), self.rows_from, self.rows_to)
         if len(self.sizes) > 1:
-            self.by_rank  # is computed, once, while the rows travel
+            self.find_orders()  # while the rows travel
 
     def end_dispatch(self):
         """Return the rows, (M, ...), that this rank's experts have received, grouped by expert."""
@@ -763,10 +772,7 @@ class Part:
         self.post(rows, self.rows_to, self.rows_from, self.plan.hand_over)
 
     def end_combine(self, weights=None):
-        """Return sums per token, (N, D), of the results, weighted if weights, (N, k), are given.
-
-        Weights are cast to the dtype of the rows, in which products and sums are rounded, too.
-        """
+        """Return sums per token, (N, D), of the results, weighted if weights, (N, k), are given."""
         (rows,) = self.arrived()
         if weights is not None:
             weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
@@ -775,30 +781,28 @@ class Part:
         y = rows.new_zeros(self.num_tokens, rows.shape[1])
         return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
 
-    def post(self, rows, received, sent, hand_over):
+    def post(self, rows, received, sent, hand_over=None):
         journey = Journey(received, sent, self.plan.group, self.plan.overlaps, hand_over)
-        self.under_way.append((journey.post(rows), journey))
+        self.under_way.append((_Post.apply(rows, journey), journey))
 
     def arrived(self):
         """Wait for all rows under way, and return them, a tensor for each post()."""
         under_way = self.under_way
         self.under_way = []
-        return [journey.wait(rows) for rows, journey in under_way]
+        return [_Await.apply(rows, journey) for rows, journey in under_way]
 
-    @cached_property
-    def by_expert(self):
-        """The order that groups the rows received by expert: 0 1 3 4 2 in the example.
+    def find_orders(self):
+        """Find by_expert, which groups the received rows by expert, and its inverse, by_rank.
 
-        They arrive sorted by source rank, then by expert. In the example the sources are 0 0 0 1 1,
-        the experts are 0 0 1 0 0, and the cells, source * G + expert, are 0 0 1 2 2.
+        In the example, rows arrive for E0 E0 E1 | E0 E0, so by_expert is 0 1 3 4 2, and by_rank is
+        0 1 4 2 3.
         """
-        cell = torch.repeat_interleave(self.cells, output_size=sum(self.sizes))
-        return (cell % len(self.sizes)).argsort(stable=True)
-
-    @cached_property
-    def by_rank(self):
-        """The inverse of by_expert: 0 1 4 2 3 in the example."""
-        return self.by_expert.argsort()
+        world_size, num_local = self.received.shape
+        local = torch.arange(num_local, device=self.received.device).repeat(world_size)
+        counts = self.received.flatten()  # [2, 1, 2, 0], for `local` experts 0 1 0 1
+        experts = local.repeat_interleave(counts, output_size=sum(self.sizes))
+        self.by_expert = experts.argsort(stable=True)
+        self.by_rank = self.by_expert.argsort()
 
 
 class _Permuted(torch.autograd.Function):
@@ -846,19 +850,21 @@ def count_choices(experts, num_experts):
 # ---- rows under way ------------------------------------------------------------------------------
 #
 # A message can travel beside a computation that does not need it. So the tokens are divided into
-# parts, and while some are computed, others travel. With two parts, what is computed (above) runs
-# beside what travels (below). Time goes to the right in forward:
+# parts, and while some are computed, others travel. With two parts, what a rank computes (above)
+# runs beside what travels (below):
 #
-#     router            shared       experts 1    experts 2    sums 1       sums 2
-#              counts   dispatch 1   dispatch 2   combine 1    combine 2
+#     forward    router            shared       experts 1    experts 2    sums 1      sums 2
+#                         counts   dispatch 1   dispatch 2   combine 1    combine 2
 #
-# In backward time goes to the left in the same picture, without counts, since autograd begins with
-# what forward launched last. A dispatch or a combine then carries the gradients of its rows the
-# other way. In both directions, only dispatch 1 and combine 2 are exposed, as far as the shared
-# experts and the sums do not hide them. All ranks post the same number of messages, also for parts
-# in which they have no token. Choices, capacity and the order in which a token's results are added
-# do not depend on the parts. Each part needs kernels and messages of its own, so parts pay if
-# messages are long, and if an expert's rows of a part still fill a GPU.
+#     backward   sums 2   sums 1       experts 2    experts 1     shared       router
+#                         combine 2    combine 1    dispatch 2    dispatch 1
+#
+# Autograd begins with what forward launched last. In backward, a dispatch or a combine carries the
+# gradients of its rows the other way. In both directions, only dispatch 1 and combine 2 are
+# exposed, as far as the shared experts and the sums do not hide them. All ranks post the same
+# number of messages, also for parts in which they have no token. Choices, capacity and the order in
+# which a token's results are added do not depend on the parts. Each part needs kernels and messages
+# of its own, so parts pay if messages are long, and if an expert's rows of a part still fill a GPU.
 #
 # Before a layer waits for rows, it calls hand_over(), if it has one. That call runs a pass of
 # another microbatch (pipeline.py), and returns when that pass has to wait for rows of its own.
@@ -867,26 +873,27 @@ def count_choices(experts, num_experts):
 class Journey:
     """An all-to-all that is under way, in forward from _Post to _Await, in backward the reverse.
 
+    If this rank sends 3 rows and receives 4, in forward, autograd's graph is
+
+        forward     3 rows -> _Post -> buffer of 4 -> _Await -> 4 rows
+        backward    3 gradients <- _Post <- placeholder of 4 <- _Await <- 4 gradients
+
+    In backward, _Await begins to send the 4 gradients, and _Post waits for the 3 that come back, in
+    the attribute `gradient`. Between the two, autograd requires a tensor of the buffer's shape,
+    whose values are not used.
+
     received, sent: how many rows come from and go to each rank in forward
     overlaps: whether anything is computed meanwhile; otherwise begin() also waits
     hand_over: called before the rows are waited for, in both directions; None for short rows, such
         as those of choices and weights
     """
 
-    def __init__(self, received, sent, group, overlaps, hand_over=None):
+    def __init__(self, received, sent, group, overlaps, hand_over):
         self.received, self.sent, self.group = received, sent, group
         self.overlaps = overlaps
         self.hand_over = hand_over
         self.operation = None
         self.gradient = None  # what arrives in backward
-
-    def post(self, rows):
-        """Begin to send rows. Return what wait() takes. With wait(): V -> V."""
-        return _Post.apply(rows, self)
-
-    def wait(self, rows):
-        """Return the rows (M, ...), once they have arrived."""
-        return _Await.apply(rows, self)
 
     def begin(self, rows, received, sent):
         """Begin to send rows; return the tensor that holds what is received once end() returns."""
@@ -904,7 +911,7 @@ class Journey:
 
 
 class _Post(torch.autograd.Function):
-    """Begin to send rows. Backward waits for their gradients, which _Await has begun to send."""
+    """Begin to send rows. Backward waits for their gradients: see Journey."""
 
     @staticmethod
     def forward(ctx, rows, journey):
@@ -913,21 +920,16 @@ class _Post(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, sent_gradient):
+    def backward(ctx, placeholder):
         journey = ctx.journey
         journey.end()
-        gradient, journey.gradient = journey.gradient, None
+        gradient = journey.gradient
+        journey.gradient = None
         return gradient, None
 
 
 class _Await(torch.autograd.Function):
-    """Wait for rows. Backward begins to send their gradients back.
-
-    Autograd requires an input's gradient to have the input's shape. If 3 rows were sent in forward
-    and 4 received, _Await's input has 4 rows; but in backward it sends 4 gradients, and 3 arrive.
-    So backward returns the 4 gradients that it sends, as a placeholder that _Post ignores. The 3
-    that arrive are left in the Journey, which both share, and _Post returns them.
-    """
+    """Wait for rows. Backward begins to send their gradients back: see Journey."""
 
     @staticmethod
     def forward(ctx, rows, journey):
@@ -940,7 +942,7 @@ class _Await(torch.autograd.Function):
     def backward(ctx, gradient):
         journey = ctx.journey
         journey.gradient = journey.begin(gradient, journey.sent, journey.received)
-        return gradient, None
+        return gradient, None  # as the placeholder, since it has the shape
 
 
 # ---- two hops ------------------------------------------------------------------------------------
@@ -956,8 +958,17 @@ def two_hops(
 
     First hop: each token goes once to every node that holds one of its experts, together with its
     choices and weights. Second hop: an ordinary dispatch inside the node. The weighted results are
-    summed there, and one row per token and node returns (DeepSeek-V3's report, section 3.2.2). Each
-    hop has counts of its own, so the host waits for both.
+    summed there, and one row per token and node returns (DeepSeek-V3's report, section 3.2.2).
+
+    The first hop is a dispatch, too, in which a token chooses nodes in place of experts, each at
+    most once. With 2 nodes of 4 experts each, two tokens have
+
+        choices of 3 of the 8 experts     1 5 6      7 4 5
+        choices of the first hop          0 1        -1 1       of nodes; -1 means that none goes
+        choices inside node 0             1 -1 -1               of its experts 0 to 3
+        choices inside node 1             -1 1 2     3 0 1      of its experts 4 to 7
+
+    Each hop has counts of its own, so the host waits for both.
     The types over all ranks are those of dispatch_and_combine(). Each of the parts that cross is
     dispatched inside the node in as many parts again.
     """
@@ -966,11 +977,9 @@ def two_hops(
     nodes = torch.arange(num_nodes, device=x.device)
     node_of = experts // per_node  # (N, k); -1 stays -1
     is_needed = (node_of.unsqueeze(2) == nodes).any(1)  # (N, num_nodes)
-    # In the first hop a token chooses nodes in place of experts, each node at most once.
     plan = DispatchPlan(nodes.where(is_needed, -1), num_nodes, cross_group, parts, hand_over)
 
     def in_node(part, rows, experts, weights):
-        # On node 1 of nodes with 4 experts, the choices 1 5 6 become -1 1 2.
         is_here = experts // per_node == node
         experts = (experts % per_node).where(is_here, -1)
         args = rows, experts, weights, per_node, compute, node_group
@@ -985,8 +994,7 @@ def two_hops(
 def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
     """Return the bytes that a rank sends in a forward if routing is even: 2 N k D (P-1)/P elements.
 
-    Backward sends as many. Not included are counts, 8 (P-1) E/P bytes in forward for each part, to
-    which 1 number is added if there would be an odd number of them.
+    Backward sends as many. Not included are counts, 8 (P-1) E/P bytes in forward for each part.
     """
     return 2 * tokens * top_k * hidden * (ep - 1) // ep * itemsize
 

@@ -734,8 +734,7 @@ class Trainer:
     chunks: a GPT for each stage that this rank has.
     unique_chunks: the same without those of DualPipe's second replica.
     placements: a Placement for each parameter and buffer of the chunks.
-    mixtures: {number: MoE} of the chunks' mixtures of experts, numbered over the whole model. With
-        --moe-every 2, those of layers 1, 3 and 5 have the numbers 0, 1 and 2.
+    mixtures: see mixtures_of().
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
     steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
@@ -758,11 +757,7 @@ class Trainer:
         self.homes = homes_of(mesh)
         self.placements = on_all_ranks(placements_of, self.chunks, self.homes, self.replicated)
         initialize(self.placements, args.seed)
-        self.mixtures = {}
-        for chunk in self.chunks:
-            for i, layer in chunk.transformer["h"].items():
-                if isinstance(layer.mlp, MoE):
-                    self.mixtures[int(i) // args.moe_every] = layer.mlp
+        self.mixtures = mixtures_of(self.chunks, args.moe_every)
         self.stages = wrap(args, self.homes, self.chunks, self.placements)
         self.optimizer = make_optimizer(args, self.parameters())
         # Between layers, activations are (T, B, D): positions come first, as sp divides dim 0.
@@ -772,8 +767,8 @@ class Trainer:
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
         options = {"group": mesh.pp_group, "shape": shape, "dtype": dtype, "device": device}
         evaluation = forward_only(args.pp, args.microbatches, schedule.routes[0])
-        stages = self.stages[: len(self.unique_chunks)]
-        self.evaluation = Pipeline(stages, evaluation, self.loss, **options)
+        unique_stages = self.stages[: len(self.unique_chunks)]
+        self.evaluation = Pipeline(unique_stages, evaluation, self.loss, **options)
         self.pipeline = Pipeline(
             self.stages, schedule, self.loss, **options, defer=deferred,
             # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all
@@ -946,14 +941,27 @@ def seed_dropout(seed, step, mesh):
     torch.manual_seed(int(sequence.generate_state(1)[0]))
 
 
+def mixtures_of(chunks, moe_every):
+    """Return {number: MoE} of the chunks' layers with experts, which are numbered in the whole model.
+
+    With --moe-every 2, layers 1, 3 and 5 have the mixtures 0, 1 and 2.
+    """
+    mixtures = {}
+    for chunk in chunks:
+        for i, layer in chunk.transformer["h"].items():
+            if isinstance(layer.mlp, MoE):
+                mixtures[int(i) // moe_every] = layer.mlp
+    return mixtures
+
+
 @torch.no_grad()
 def sum_tallies(mixtures, args, mesh, device):
-    """Return the tallies of all layers with experts, summed over ranks. Reset this rank's own."""
-    sizes = args.layers // args.moe_every, args.experts + 3  # MoE.tally has experts + 3 numbers
+    """Return the tallies of all mixtures, summed over ranks. Reset this rank's own."""
+    sizes = args.layers // args.moe_every, args.experts + 3  # those of RouterLosses.tally
     tallies = torch.zeros(sizes, dtype=torch.float64, device=device)
     for number, layer in mixtures.items():
-        tallies[number].copy_(layer.tally)
-        layer.tally.zero_()
+        tallies[number].copy_(layer.losses.tally)
+        layer.losses.tally.zero_()
     if args.experts:
         for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
             all_reduce(tallies, group=group)

@@ -137,15 +137,15 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 
     From then on a rank goes backward after each forward, which frees the activations of one
     microbatch before it makes those of another: this is the steady phase. The backwards that are
-    left are the cooldown. Here are p = 3 and m = 5. Columns do not show time, and the signs mean:
+    left are the cooldown. Here are p = 3 and m = 5. Bars enclose the steady phase, and the two ends
+    of an exchange stand in one column:
+
+        rank 0   F > F   > | F      >< B F    >< B F    >< B |    < B     < B
+        rank 1     ) F > ) | F >< B () F >< B () F >< B () F >< B ( | < B (
+        rank 2         ) | F B () F B    () F B    () F B    () F B   ( |
 
         )  receive an input from the previous rank        (  send it this input's gradient
         >  send an output to the next rank                <  receive this output's gradient
-
-                 warm-up      steady phase                           cooldown
-        rank 0   F >  F >     F><B   F><B   F><B                     <B  <B
-        rank 1      ) F >   ) F><B() F><B() F><B() F><B(             <B(
-        rank 2              ) F  B() F  B() F  B() F  B() F  B(
 
     So rank 1 receives an input, goes forward and sends the output; receives an input, goes forward,
     swaps the output for a gradient, goes backward and swaps the input's gradient for an input; and
@@ -156,22 +156,21 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     last = world_size - 1
     m = len(inputs)
     warmup = min(m, last - rank)
-    like = [*inputs, None]  # tensors like those that forwards receive; None follows the last
+    next_inputs = [*inputs, None]  # forwards receive tensors like these; None follows the last
     passes = deque()  # (input, output) of each microbatch that has gone forward and not back
     losses = []
 
-    def swap(peer, sent, wanted):
-        """Send a tensor to a peer and receive one like `wanted`, in one exchange.
+    def swap(peer, send=None, like=None):
+        """Exchange with a peer: send a tensor, if given, and receive one like `like`, if given.
 
-        `sent` is None if there is nothing to send, and `wanted` if there is nothing to receive.
-        Returns what was received, or None. At the ends of the pipeline there is no such peer, and
+        Returns what was received, or None. Beyond the ends of the pipeline there is no peer, so
         nothing happens.
         """
         if not 0 <= peer <= last:
             return None
-        received = None if wanted is None else wanted.new_empty(wanted.shape)
-        sends = [] if sent is None else [(sent.contiguous(), peer)]
-        receives = [] if received is None else [(received, peer)]
+        received = None if like is None else like.new_empty(like.shape)
+        sends = [] if send is None else [(send.contiguous(), peer)]
+        receives = [] if like is None else [(received, peer)]
         exchange(sends, receives, group)
         return received
 
@@ -195,17 +194,17 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
         return x.grad
 
     for i in range(warmup):  # forwards alone; on rank 0 x is None, and forward() takes inputs[i]
-        x = swap(rank - 1, None, like[i])
-        swap(rank + 1, forward(i, x), None)
-    x = swap(rank - 1, None, like[warmup])  # for the first forward below, if there is one
+        x = swap(rank - 1, like=next_inputs[i])
+        swap(rank + 1, send=forward(i, x))
+    x = swap(rank - 1, like=next_inputs[warmup])  # for the first forward below, if there is one
     for i in range(warmup, m):  # the steady phase: one forward, one backward
         output = forward(i, x)
-        grad_output = swap(rank + 1, output, passes[0][1])  # like the oldest microbatch's output
+        grad_output = swap(rank + 1, send=output, like=passes[0][1])  # like the oldest output
         grad_x = backward(grad_output)  # the last rank has received None: it begins at its loss
-        x = swap(rank - 1, grad_x, like[i + 1])  # after the last forward, it only sends
+        x = swap(rank - 1, send=grad_x, like=next_inputs[i + 1])
     while passes:  # the cooldown: the backwards that are left
-        grad_output = swap(rank + 1, None, passes[0][1])
-        swap(rank - 1, backward(grad_output), None)
+        grad_output = swap(rank + 1, like=passes[0][1])
+        swap(rank - 1, send=backward(grad_output))
     return losses if rank == last else None
 
 
@@ -263,9 +262,9 @@ class Action(NamedTuple):
 class Transfer(NamedTuple):
     """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
 
-    action: the F that makes this output, or the B that makes this gradient. If the schedule has I
-    and W in place of B, the I makes the gradient, and the Transfer still names a B. If a rank has
-    several chunks, source and destination may be the same rank.
+    action: the F that makes this output, or the B that makes this gradient. An I makes the same
+    gradient as a B, so its Transfer is the same, and names a B. If a rank has several chunks,
+    source and destination may be the same rank.
     """
 
     action: Action
@@ -552,7 +551,12 @@ def zb_v(num_stages, num_microbatches):
     p, m = num_stages, num_microbatches
 
     def letters(rank):
-        warmup = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
+        # F0 goes down and, as f0, up again. It is back here 2(p - rank) - 1 slots after F0 began.
+        # Then f0 has `rank` more stages to go, and its gradient comes down as many.
+        warmup = "F" * (2 * (p - rank) - 1) + "fF" * rank
+        # Each f is followed by its i and w, so that no more activations are held, until gradients
+        # have been down chunk 1, and arrive for chunk 0.
+        warmup += "fiw" * (p - rank)
         # at least p rounds, or some Fs would be missing if m < 2p; surplus letters are skipped
         steady = "FIWfiw" * max(m - p, p)
         cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # no rank waits for a W
@@ -612,26 +616,35 @@ def _dualpipe_letters(rank, p, per_end):
     """Spell the eight steps of DeepSeek's schedule. per_end: microbatches from each end.
 
     Capitals stand for microbatches from the end that is nearer to the rank, whichever chunk they
-    use; the comments show rank 1 of p = 8 with 8 microbatches from each end.
+    use, and small letters for those from the far end. From the nearer end to this rank there are
+    `outer` ranks, itself included, and from there to the middle `inner` more. Here are the steps of
+    rank 1 of p = 8 for per_end = 8, where outer = inner = main = 2, and the number of forwards and
+    backwards in each step, where an I counts as a backward:
+
+            letters     F        f      B      b
+        1   FFFF        2 inner                        until the first f arrives
+        2   FfFf        outer    outer                 until the gradient of the first f arrives
+        3   iwfiwf               inner         inner   i before w, as another rank waits for it
+        4   FbfBFbfB    main     main   main   main    the main step: forwards beside backwards
+        5   bfBbfB               inner  inner  inner   no F is left
+        6   bBiI                        outer  outer   no f is left
+        7   wIWI                        inner          no b is left: a W until each gradient arrives
+        8   WW                                         the Ws that are left
+
+    Each column adds up to per_end, so main = per_end - 2 inner - outer.
     """
-    depth = min(rank, p - 1 - rank)  # the distance to the nearer end, here 1
-    inner = p // 2 - 1 - depth  # the ranks between this one and the middle, here 2
+    outer = min(rank, p - 1 - rank) + 1
+    inner = p // 2 - outer
+    main = per_end - 2 * inner - outer
     # Step 6 goes backward with bBbB, and divides the second half: whole = bB, divided = iI.
-    backwards = "bB" * (depth + 1)
-    whole = backwards[: depth + 1]
-    divided = backwards[depth + 1 :].replace("b", "i").replace("B", "I")
+    backwards = "bB" * outer
+    whole = backwards[:outer]
+    divided = backwards[outer:].replace("b", "i").replace("B", "I")
     # The Ws that the Is of steps 6 and 7 leave, in the order of the Is: wW and WW.
     deferred = (divided + "I" * inner).replace("i", "w").replace("I", "W")
-    letters = (
-        "F" * (2 * inner)  # 1, FFFF: fill the ranks up to the middle
-        + "Ff" * (depth + 1)  # 2, FfFf: microbatches from the other end arrive, too
-        + "iwf" * inner  # 3, iwfiwf: I before W, because another rank waits for the I
-        + "FbfB" * (per_end - p + depth + 1)  # 4, FbfBFbfB: the main one, forwards beside backwards
-        + "bfB" * inner  # 5, bfBbfB: all forwards from the nearer end are done
-        + (whole + divided)  # 6, bBiI: all forwards are done
-        + "".join(weight + "I" for weight in deferred[:inner])  # 7, wIWI: W, and a gradient arrives
-        + deferred[inner:]  # 8, WW: the Ws that are left
-    )
+    letters = "F" * (2 * inner) + "Ff" * outer + "iwf" * inner  # steps 1 to 3
+    letters += "FbfB" * main + "bfB" * inner + whole + divided  # steps 4 to 6
+    letters += "".join(weight + "I" for weight in deferred[:inner]) + deferred[inner:]
     # On ranks of the second half, microbatches from the nearer end use chunk 1.
     return letters if rank < p // 2 else letters.swapcase()
 
@@ -649,6 +662,23 @@ def forward_only(num_stages, num_microbatches, route=None):
 
 
 # ---- what the schedules cost ---------------------------------------------------------------------
+#
+# claim() has formulas for the idle time of the rank that waits longest. If F, B, I and W are a
+# microbatch's times on a rank, they are derived like this:
+#
+#     naive          The other p - 1 ranks work on each microbatch, one after another.
+#     gpipe, 1f1b    The last rank waits for its first input, (p-1)F, and at the end until the last
+#                    gradient has reached rank 0, (p-1)B.
+#     interleaved    The same for chunks, which take 1/v of the time.
+#     zb-h1, zb-h2   The last rank waits (p-1)F for its first input, and works without a pause up to
+#                    its last I. Then (p-1)I and a W pass until rank 0 is done. By its last I, the
+#                    last rank has deferred n Ws, p in zb-h1 and 2p - 1 in zb-h2. So from its first
+#                    to its last action rank 0 is idle for (p-1)(F+I) + W - nW.
+#     zb-v           The same with n = 2p - 1, for halves of F, I and W. The last rank waits for its
+#                    first gradient, too, which takes (p-1)(F+I)/2, during 2(p-1) forwards of F/2.
+#     dualpipe       The report has (p/2-1)(X + B - 3W), where X is the time of an F and a B in a
+#                    pair, at most F + B.
+#     dualpipe-v     That of dualpipe on 2p ranks, whose stages take half of the time.
 
 
 class ScheduleKind(NamedTuple):
@@ -703,8 +733,9 @@ def claim(
 
     num_chunks: what the caller of interleaved() chooses. rank: the peak is largest on rank 0.
     forward, backward, weight: a microbatch's times in all layers of a rank (dualpipe: in one
-        chunk); weight is the part of backward that is W. The comments say for which times the
-        bubble holds.
+        chunk); weight is the part of backward that is W. Experts do not defer it
+        (expert_parallel.py), so with them W is the time of the other layers' products alone. The
+        comments say for which times the bubble holds.
 
     If m < 2p, the peak of zb-v is an upper bound.
     """
@@ -715,17 +746,17 @@ def claim(
     B = backward
     W = weight
     I = B - W
-    begun = min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)  # in chunks, each 1/v of the layers
+    begun = min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)  # the warm-up, and one more chunk
     claims = {
         # for any times
         "naive": Claim((p - 1) * m * (F + B), 1, True),
         "gpipe": Claim((p - 1) * (F + B), m, True),
         "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
         "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
-        # if W <= F and W <= I; for zb-h2, the bubble is an upper bound
+        # if W <= F and W <= I
         "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
         "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
-        # an upper bound, if W <= F <= I
+        # if W <= F <= I
         "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
         # upper bounds, if F <= B and W <= I
         "dualpipe": Claim(
@@ -817,12 +848,16 @@ def draw(schedule):
 # Then no rank waits forever, whether a message waits for its own receive alone (gloo) or also for
 # all that its two ranks posted before it (NCCL). Proof:
 #
-#     1. Suppose that some transfers are never done. Take the first of them: all earlier ones are.
-#     2. In the simulation, what a rank needs for an action arrives before what the action makes.
-#     3. A rank is stuck only in a wait. Until it has posted this transfer, it waits for earlier
-#        ones only: for those it has posted, and by 2 for those that its actions need.
-#     4. So the sender makes the tensor and posts its send, and the receiver posts its receive. With
-#        both posted, the transfer is done, against 1.
+#     1. A rank waits only for what it has posted. For if an action needs a transfer, all sends
+#        before that one are made: in the simulation, what this action and later ones make arrives
+#        after what this action needs.
+#     2. Suppose that some transfers are never done, and take the first of them, T. By 1, a rank
+#        that has not posted T waits only for earlier transfers. These are done, so it goes on.
+#     3. So the sender makes the tensor of T and posts it, and the receiver posts its receive. With
+#        both posted, T is done, against 2.
+#
+# NCCL runs a rank's messages in the order of their posts, so a receive that is posted ahead delays
+# the sends after it if its peer is later than in the simulation, in which B takes twice F's time.
 #
 # The order is that of arrival in a simulation in which messages take a little time. If they took
 # none, a rank's receive would often tie with one of its sends. If the send came first, the receive
@@ -851,13 +886,14 @@ def program(schedule, rank):
     def post(needed=None):
         """Post the next transfers, up to a send that is not made, or a receive that is too early.
 
-        needed: the transfer that the next action needs. No receive up to it is too early. After an
-            action it is None, and receives are too early while `most` of them are pending.
+        needed: the transfer that the next action needs. Receives up to it are not too early. All
+            others are while `most` of them are pending.
         """
         while unposted:
             transfer = unposted[0]
             if transfer.destination == rank:
-                if len(arriving) >= most and needed not in unposted:
+                is_before_needed = needed in unposted  # which may be this one
+                if len(arriving) >= most and not is_before_needed:
                     return
                 arriving.add(unposted.popleft())
                 yield "receive", transfer
@@ -889,8 +925,8 @@ def program(schedule, rank):
 # Autograd computes the gradients of input and weights in one backward. To leave those of weights
 # for later, a layer must help: during an I, it gives the products for its weights to the
 # Pipeline's WeightGradStore, which computes them in W. The layers of tensor_parallel.py do so. In
-# stages of your own, DeferredLinear does so in the place of nn.Linear. All other layers compute
-# their weights' gradients in I.
+# stages of your own, DeferredLinear does so in the place of nn.Linear. All other layers, such as
+# the experts of expert_parallel.py, compute their weights' gradients in I.
 
 
 class WeightGradStore:
@@ -963,8 +999,10 @@ class _DeferredLinear(torch.autograd.Function):
         grad_x = grad_y @ weight.to(grad_y.dtype) if wants_x else None
         grad_bias = rows.sum(0) if wants_bias else None
         grad_weight = None
-        # a weight that is computed needs its gradient in this backward
-        if wants_weight and ctx.defer.open and ctx.parameter.is_leaf:
+        # The graph that has computed a weight needs its gradient in this backward, and so does a
+        # hook, which would be called with None. tensor_parallel.py has the same rule.
+        weight_can_wait = ctx.parameter.is_leaf and not ctx.parameter._backward_hooks
+        if wants_weight and ctx.defer.open and weight_can_wait:
             ctx.defer.put(ctx.parameter, lambda: rows.t() @ x)
         elif wants_weight:
             grad_weight = rows.t() @ x
@@ -974,8 +1012,9 @@ class _DeferredLinear(torch.autograd.Function):
 class _Deferred(torch.autograd.Function):
     """In backward, compute a deferred product and return it as the parameter's gradient.
 
-    So autograd adds it to .grad and runs the parameter's hooks, as in any backward. The result of
-    forward has no meaning: it is what backward() begins with.
+    So autograd adds it to .grad and runs the hooks that wait for that, as in any backward. Autograd
+    must begin at a tensor with a graph. The scalar that forward returns is one, and has no other
+    use: torch.autograd.backward(scalar) -> backward() -> product() -> parameter.grad.
     """
 
     @staticmethod
@@ -1075,7 +1114,8 @@ class Pipeline:
         Returns the loss of the route that ends on this rank, detached, or None if none does. Raises
         ValueError if a batch is missing or not divisible into microbatches, if inputs and targets
         are both given and differ in rows, or if a stage's output is not of the declared shape and
-        dtype; RuntimeError if an earlier step() failed midway.
+        dtype; RuntimeError if an earlier step() failed midway. If one rank raises an error, its
+        neighbours wait for its messages until their group's timeout.
         """
         _check_batches(self, inputs, targets)
         if self.step_is_pending:
@@ -1225,7 +1265,9 @@ def _check_batches(pipeline, inputs, targets):
 # A layer of experts (expert_parallel.py) waits while its rows travel to experts on other ranks, and
 # again while they return. A forward and a backward of different microbatches can take turns, so
 # that one computes while the other's rows travel. pair_up() says which passes do so, and Turns runs
-# them.
+# them. What joins this file with the other is an assignment for each layer of experts, an MoE:
+#
+#     layer.hand_over = pipeline.turns.hand_over
 
 
 class PairedSchedule(Schedule):
@@ -1346,7 +1388,7 @@ class Turns:
     def hand_over(self):
         """Let the other pass run until it hands over, or ends. Without another, return at once."""
         if self.running == 2:
-            own = self.turn
+            own = self.turn  # the caller's, since no other pass runs
             self._end_turn(own)
             self._begin_turn(own)
         if self.errors:

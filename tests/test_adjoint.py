@@ -55,7 +55,7 @@ import tensor_parallel
 import zero
 from collectives import ReduceOp, rank_and_size
 from faults import IN_BACKWARD, own_in_backward, own_part, put, unseen_by_autograd, without_reduction
-from ranks import on_ranks, shifted
+from ranks import on_ranks, shifted, soak
 
 MODULES = (
     collectives, ddp, zero, pipeline, tensor_parallel, sequence_parallel, expert_parallel, hybrid
@@ -392,7 +392,7 @@ def check(cases):
 
 
 @pytest.mark.parametrize("cases", SECTIONS)
-@on_ranks(2, 3)
+@on_ranks(soak(2), 3)
 def test_backward_is_the_adjoint_that_the_types_promise(cases):
     check(cases)
 

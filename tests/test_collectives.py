@@ -694,10 +694,11 @@ def _fake_streams():
     for stream in (current, made):
         stream.record_event = lambda: events.append(Mock(**not_yet)) or events[-1]
     make = Mock(return_value=made)
-    streams = patch.multiple(torch.cuda, Stream=make, current_stream=lambda: current)
+    on_device = lambda device: current if device == torch.device("cpu") else None
+    streams = patch.multiple(torch.cuda, Stream=make, current_stream=on_device)
     with as_on_nccl(post_nowhere), streams:
         yield current, made, events
-    assert make.call_count == 1
+    assert make.mock_calls == [call(device=torch.device("cpu"), priority=-1)]  # the tensors'
 
 
 def test_a_group_has_one_stream_and_its_operations_follow_those_before(one_of):
@@ -781,6 +782,19 @@ def test_an_all_reduce_needs_eight_chunks_of_2_mb_or_up_to_twice_its_tensor():
     with Peak() as peak:
         all_reduce(x, algorithm="ring")
     assert peak.bytes - x.nbytes == 4 << 20
+
+
+@on_ranks(8)
+def test_every_algorithm_needs_the_scratch_memory_of_the_table():
+    _, P = rank_and_size()
+    set_ranks_per_node(4)
+    scratch = {"naive": P, "direct": 1, "ring": 2 / P, "hierarchical": 1 + 1 / P}
+    scratch |= {"recursive_doubling": 2, "halving_doubling": 3 / 4}
+    for algorithm, times in scratch.items():
+        x = torch.zeros(P * 3072)  # chunks of 96 x 128 bytes
+        with Peak() as peak:
+            all_reduce(x, algorithm=algorithm)
+        assert peak.bytes - x.nbytes == times * x.nbytes, algorithm
 
 
 def test_a_stream_keeps_its_tensors_though_nothing_keeps_or_awaits_the_work(one_of):
@@ -1230,6 +1244,7 @@ def test_errors_name_the_values():
     x, rank, inside = torch.zeros, dist.get_rank(), r"is called by a rank that is not in the group"
     alone = [dist.new_group([0]), dist.new_group([1])]
     other = alone[1 - rank]
+    swap = [2 * rank, 2 - 2 * rank]  # two rows, which go to the other rank
     cases = [
         (lambda: all_reduce(x(2), output=x(3)), "3 elements .*makes 2"),
         (lambda: reduce_scatter_single(x(2), x(5)), "output has 2 elements .*makes 2.5"),
@@ -1237,7 +1252,8 @@ def test_errors_name_the_values():
         (lambda: reduce(x(2), 5), "dst=5"),
         (lambda: all_to_all_single(x(3), x(4)), r"3 rows .*world_size=2 by sizes \[1, 1\]"),
         (lambda: all_to_all_single(x(4), x(4), [1, 2]), r"4 rows .* \[1, 2\]"),
-        (lambda: all_to_all_single(x(4), x(4), [1, 3], [3, 1]), "[13] elements .*makes [13] "),
+        (lambda: all_to_all_single(x(4), x(4), [1, 3], [3, 1]), "4 elements .*makes [26] "),
+        (lambda: all_to_all_single(x(2, 3), x(2, 4), swap, swap), "6 elements .*makes 8"),
         (lambda: check_parameters([("w", x(2 + rank))]), r"rank 1 .*'w' \(3,\).*rank 0 .*\(2,\)"),
         (lambda: broadcast(x(2), 1 - rank, alone[rank]), str(1 - rank)),
         (lambda: all_reduce(x(2), group=other, async_op=True), "all_reduce " + inside),
@@ -1374,6 +1390,26 @@ def test_the_result_of_a_pair_may_be_changed_in_place_and_leaves_x_alone():
         _same(x.detach(), kept)
 
 
+def _example_of_types():
+    """Return the values and the gradients of the rows of the example in collectives.py."""
+    x = torch.tensor(3.0, requires_grad=True)
+    w = 2.0 + 3 * dist.get_rank()
+    c = copy_to_group(x)
+    p = w * c
+    y = reduce_from_group(p)
+    rows = [x, c, p, y]
+    return [*zip(rows, torch.autograd.grad(y, rows))]
+
+
+def test_the_numbers_beside_the_types_are_those_that_the_functions_compute():
+    source = (PROJECT / "collectives.py").read_text()
+    row = r"^#     [xcpy](?: = .*?)? {2,}(\d+) +(\d+) +\w+ +(\d+) +(\d+) +\w+$"
+    told = [[*map(int, numbers)] for numbers in re.findall(row, source, re.M)]
+    first, second = run(2, _example_of_types)
+    assert told == [[a, b, da, db] for (a, da), (b, db) in zip(first, second, strict=True)]
+    assert len(told) == 4
+
+
 # ---- order of messages under NCCL's rules -------------------------------------------------------
 
 NODES = [(4, 2)]
@@ -1381,7 +1417,7 @@ MORE = (2, 1), (3, 1), (4, 1), (4, 3), (6, 1), (6, 2), (7, 1), (8, 1), (8, 4)
 NODES += [soak(*row) for row in MORE]
 
 
-@pytest.mark.parametrize("name", ["ring", "hierarchical", "recursive_doubling"])
+@pytest.mark.parametrize("name", ["ring", "hierarchical", soak("recursive_doubling")])
 @pytest.mark.parametrize("P, ranks_per_node", NODES)
 @on_ranks(lambda P, **_: P)
 def test_every_collective_runs_under_the_rules_of_nccl(P, ranks_per_node, name):

@@ -202,7 +202,7 @@ def _unchanged(rows, folder):
     return found
 
 
-@pytest.mark.parametrize("part", [slice(0, None, 12), soak(slice(1, None))])
+@pytest.mark.parametrize("part", [slice(0, None, 24), soak(slice(1, None))])
 def test_each_flag_changes_what_the_table_says(part, tmp_path):
     for name in ("text", "other"):
         (tmp_path / name).write_text(name * 100)
@@ -552,7 +552,7 @@ def _make_mesh(args, device):
     hybrid.make_mesh(args, device=device)
 
 
-@pytest.mark.parametrize("phase", ["join", "agree"])
+@pytest.mark.parametrize("phase", [soak("join"), "agree"])
 def test_a_rank_that_dies_before_flags_are_agreed_on_ends_the_others_with_a_line(phase, tmp_path):
     *others, dead = spawn(3, _die_at, phase, tmp_path, check=False)
     assert dead.exitcode == -signal.SIGKILL

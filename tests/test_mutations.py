@@ -119,14 +119,14 @@ def with_tally_of_evaluation(right):
     def forward(self, x):
         if not torch.is_grad_enabled():
             chosen = self.router(x.flatten(0, -2)).experts.flatten()
-            self.tally[: self.num_experts] += chosen.bincount(minlength=self.num_experts)
+            self.losses.tally[: self.num_experts] += chosen.bincount(minlength=self.num_experts)
         return right(self, x)
 
     return forward
 
 
 def alone(layer):
-    layer.balance_groups = ()
+    layer.losses.groups = ()
     return layer
 
 
@@ -219,8 +219,8 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "autograd does not see Ulysses' all-to-all | 2 | --cp 2 --cp-method ulysses":
         everywhere("all_to_all_in_group", unseen_by_autograd),
     "autograd does not see the all-to-all of experts | 2 | --dp 2 --experts 4 --ep 2":
-        put(expert_parallel.Journey, "post",
-            lambda right: lambda self, rows: right(self, rows.detach())),
+        put(expert_parallel.Part, "post",
+            lambda right: lambda self, rows, *how: right(self, rows.detach(), *how)),
     "gradients of different experts are summed | 2 | --dp 2 --experts 4 --ep 2 --zero 0":
         with_home(1, dp_cp_group="dp_cp_group"),
     "gradients of experts are averaged over ep | 2 | --dp 2 --experts 4 --ep 2":
@@ -342,8 +342,8 @@ def without_balance(group):
         def make_moe(args, mesh):
             layer = right(args, mesh)
             left_out = getattr(mesh, group)
-            kept = [other for other in layer.balance_groups if other is not left_out]
-            layer.balance_groups = kept
+            kept = [other for other in layer.losses.groups if other is not left_out]
+            layer.losses.groups = kept
             return layer
 
         return make_moe

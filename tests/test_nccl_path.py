@@ -12,7 +12,7 @@ import layouts
 from collectives import exchange
 from gpu_counts import nccl_over_gloo
 from layouts import EVERY_LAYOUT, MIXED, NODES, soak_but
-from ranks import RanksFailed, run, spawn
+from ranks import RanksFailed, run, soak, spawn
 
 
 def _as_on_nccl(function, *arguments):
@@ -107,7 +107,7 @@ def _receive_more():
 
 WRONG = [
     (2, _send_before_receiving, "Timed out"),
-    (3, _connect_without_rank_2, "Timed out"),
+    soak(3, _connect_without_rank_2, "Timed out"),
     (2, _receive_more, "unlike sizes"),
 ]
 

@@ -264,7 +264,6 @@ def _nodes(per_node):
 def test_a_layer_hands_over_at_rows_under_way_and_not_at_counts_or_short_messages(per_node, parts):
     """With n parts, 2 n times in a direction; in two hops, also 2 n^2 times inside the nodes."""
     layer = MoE(16, 8, 8, 2, parts=parts, nodes=_nodes(per_node), shared_experts=1)
-    layer.balance_groups = (None,)
     under_way, widths, handed = {}, {}, []
 
     def listen(event, operation, sends=(), receives=()):

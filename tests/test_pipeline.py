@@ -153,6 +153,16 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     pictures = [row.removeprefix(f"rank {r}  ") for r, row in enumerate(draw(example).splitlines())]
     rows = re.findall(r"#     rank \d   (.*\d)        ([.FB\d]+)\n", inspect.getsource(pipeline))
     assert rows == [(" ".join(map(small, row)), drawn) for row, drawn in zip(example, pictures)]
+    steps = re.findall(r"\n        \d   ([FBIWfbiw]+)  ", inspect.getsource(pipeline))
+    letters = [a.kind.lower() if a.chunk else a.kind for a in dualpipe(8, 16)[1]]
+    assert len(steps) == 8 and "".join(steps) == "".join(letters)
+    pictures = re.findall(r"rank \d   ([FB|<>() ]+)\n", one_f_one_b_step.__doc__)
+    for picture, row in zip(pictures, one_f_one_b(3, 5), strict=True):
+        assert re.findall("[FB]", picture) == [action.kind for action in row]
+    for upper, lower in zip(pictures, pictures[1:]):  # both ends of an exchange are in one column
+        own = re.sub("[^><]", " ", upper)
+        theirs = own.replace("><", "()").replace(">", ")").replace("<", "(")
+        assert re.sub("[^)(]", " ", lower).rstrip() == theirs.rstrip()
     pairs = zip(draw(gpipe(3, 5)).splitlines(), draw(one_f_one_b(3, 5)).splitlines())
     drawn = [tuple(row.removeprefix(f"rank {r}  ") for row in pair) for r, pair in enumerate(pairs)]
     words = []
@@ -539,6 +549,16 @@ def test_replicas_of_bf16_weights_are_summed_in_fp32_in_one_batch_for_which_no_h
         layer.bias.grad = None  # none of its microbatches has used it
     sum_replicas(stages)
     assert layer.weight.grad.eq(514).all() and layer.bias.grad.eq(257).all()
+
+
+@on_ranks(1)
+def test_the_product_of_a_weight_with_a_hook_is_not_deferred():
+    """If it were, autograd would call the hook in I, with None."""
+    store, seen = WeightGradStore(), []
+    layer = DeferredLinear(4, 4, defer=store)
+    layer.weight.register_hook(lambda gradient: seen.append((store.open, gradient is None)))
+    Pipeline(layer, zb_h1(1, 2), _loss, shape=(), defer=store).step(*torch.randn(2, 2, 4))
+    assert seen == [(True, False), (True, False)]
 
 
 @pytest.mark.parametrize("shape", [(4,), (0, 4), (2, 3, 4)])

@@ -469,6 +469,7 @@ def test_activations_with_several_layers_recomputed_as_one_are_those_of_the_form
 # ---- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_llama_3_on_16384_gpus_has_ten_plans_in_two_tables(capsys):
     began = time.process_time()
     assert plan.main("--model llama3-405b --gpus 16384 --gpu h100".split()) == 0

@@ -164,7 +164,7 @@ def test_temperature_draws_from_the_softmax():
 def _state(trainer):
     """Return copies of everything that a sample could change on this rank."""
     tensors = [torch.get_rng_state(), trainer.positions]
-    tensors += [layer.tally for layer in trainer.mixtures.values()]
+    tensors += [layer.losses.tally for layer in trainer.mixtures.values()]
     tensors += [moment for state in trainer.optimizer.state.values() for moment in state.values()]
     for chunk in trainer.chunks:
         tensors += [chunk.activation_positions, *chunk.state_dict().values()]

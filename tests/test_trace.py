@@ -55,7 +55,7 @@ def _traced(flags):
 
 
 @pytest.mark.parametrize(
-    "processes, flags, lanes", soak_but(lambda i, _: i in (0, 1, 3, 5, 8), LAYOUTS)
+    "processes, flags, lanes", soak_but(lambda i, _: i in (1, 5, 8), LAYOUTS)
 )
 def test_lanes_have_every_operation_and_its_bytes_and_the_parts_add_up(processes, flags, lanes):
     for rank, (own, parts, counted, operations) in enumerate(run(int(processes), _traced, flags)):

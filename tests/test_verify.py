@@ -27,6 +27,7 @@ def parsed(world_size):
 ANOTHER_SEED = "after a new choice, another verify.SEED may draw all of them"
 
 
+@pytest.mark.soak
 def test_each_choice_is_in_some_layout_of_8_processes():
     rows = list(parsed(8))
     assert len(rows) >= 20 and verify.layouts(8, 8) == drawn(8)

@@ -6,6 +6,7 @@ import resource
 import shlex
 import shutil
 from contextlib import chdir
+from dataclasses import field, make_dataclass
 from pathlib import Path
 
 import numpy as np
@@ -550,6 +551,16 @@ def files(tmp_path_factory):
         write_files()
         write_llamas()
     return folder
+
+
+@pytest.mark.parametrize("block", ["gpt2", "llama"])
+def test_an_option_that_no_format_knows_is_refused_unless_it_has_its_default(block, monkeypatch):
+    option = [("window", int | None, field(default=None))]
+    Config = make_dataclass("Config", option, bases=(hybrid.GPTConfig,), frozen=True)
+    monkeypatch.setattr(hybrid, "GPTConfig", Config)
+    assert weights.kind_of(Config(block=block, kv_heads=4)) == block
+    with pytest.raises(ValueError, match="--window 5 is no "):
+        weights.kind_of(Config(block=block, kv_heads=4, window=5))
 
 
 @pytest.mark.parametrize("line", WRONG.splitlines()[1:])

@@ -111,9 +111,9 @@ def equal(first, second):
 
 RUNS = [
     (torch.optim.AdamW, {}, torch.float64, 1e-10),
-    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, torch.float64, 1e-10),
+    soak(torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, torch.float64, 1e-10),
     (torch.optim.Adam, {"amsgrad": True, "fused": True}, torch.float32, 1e-5),
-    (torch.optim.Adagrad, {}, torch.bfloat16, 0.2),
+    soak(torch.optim.Adagrad, {}, torch.bfloat16, 0.2),
     (AdamW, {"moments_dtype": torch.bfloat16}, torch.float64, 1e-10),
 ]
 

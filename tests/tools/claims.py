@@ -172,7 +172,7 @@ def rows():
         ("cp by all-gather", "keys, values x (P-1)", 4 * kv * (P - 1), gathered, *context),
         ("cp by a ring", "the same", 4 * kv * (P - 1), "ring_attention", *context),
         ("cp by Ulysses", "4bsh/P x (P-1)/P", 16 * sbh / P * crossing, ulysses, *context),
-        ("experts", "2Nkh(P-1)/P, and counts", 8 * tokens * crossing + 16 * (P - 1), *routed),
+        ("experts", "2Nkh(P-1)/P, and counts", 8 * tokens * crossing + 8 * (P - 1), *routed),
     ]
     return [(claim, text, value, found[key], *test) for claim, text, value, key, *test in table]
 

@@ -128,6 +128,8 @@ OF_LLAMA = {
 }  # fmt: skip
 OF_MIXTRAL = OF_LLAMA | {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
 KEYS = {"gpt2": OF_GPT2, "llama": OF_LLAMA, "mixtral": OF_MIXTRAL}  # {flag: key of config.json}
+OF_RUN = "dropout", "sp", "recompute", "recompute_layers", "topk_nodes"  # each run chooses them
+BY_VALUE = "block", "head", "rope_theta", "kv_heads", "balance"  # see kind_of() and config_of()
 
 # HELD: the only values with which hybrid.py computes. UNSAID: what a missing key means.
 HELD = {"rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
@@ -200,18 +202,17 @@ def config_of(args, kind):
 
 def kind_of(args):
     """Return the model_type of a model; raise ValueError if Hugging Face has none for it."""
-    kind = args.block
-    wrong = {}  # {flag: whether the format cannot hold its value}
+    kind = "mixtral" if args.is_llama and args.experts else args.block
+    wrong = {  # {flag: whether the format cannot hold its value}
+        field.name: getattr(args, field.name) != field.default
+        for field in fields(hybrid.GPTConfig)
+        if field.name not in {*KEYS[kind], *OF_RUN, *BY_VALUE}
+    }
     if kind == "gpt2":
-        wrong["experts"] = args.experts > 0
         wrong["kv_heads"] = args.kv_heads != args.heads
         wrong["head"] = not args.is_tied
-    elif args.experts:
-        kind = "mixtral"
-        wrong["shared_experts"] = args.shared_experts > 0
+    if kind == "mixtral":
         wrong["balance"] = args.balance == "bias"
-        wrong["moe_every"] = args.moe_every > 1
-        wrong["capacity_factor"] = args.capacity_factor is not None
         wrong["top_k"] = args.top_k == 1  # Mixtral's one expert would have the weight 1
     for name, is_wrong in wrong.items():
         if is_wrong:
