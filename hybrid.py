@@ -942,7 +942,7 @@ def seed_dropout(seed, step, mesh):
 
 
 def mixtures_of(chunks, moe_every):
-    """Return {number: MoE} of the chunks' layers with experts, which are numbered in the whole model.
+    """Return {number: MoE} of the chunks. Numbers count the whole model's layers with experts.
 
     With --moe-every 2, layers 1, 3 and 5 have the mixtures 0, 1 and 2.
     """
