@@ -867,8 +867,8 @@ class Trainer:
         """
         for home in self.homes:
             marked = [each for each in self.placements if each.sum_over_tp and each.home is home]
-            parameters = [placement.tensor for placement in marked]
-            sum_gradients_over_tp(parameters, home.tp_group, check=not self.has_stepped)
+            parts = {placement.tensor: placement.part for placement in marked}
+            sum_gradients_over_tp(parts, home.tp_group, check=not self.has_stepped)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         tied = [each.tensor.grad.detach() for each in self.placements if each.is_tied]

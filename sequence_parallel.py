@@ -59,7 +59,7 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
         summed over the group.
     Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep only
     norm(x), and gather it again in backward.
-    Types (see "derivatives" in collectives.py): x, up, down: V; parameters of norm: R; result: V.
+    Types (see "the idea" in tensor_parallel.py): x, up, down: V; parameters of norm: R; result: V.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
     hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, 4 D/t)
@@ -97,9 +97,10 @@ def simple_allgather_attention(q, k, v, group=None):
 def simple_ring_attention(q, k, v, group=None):
     """Do the same as simple_allgather_attention(), but with one rank's keys and values at a time.
 
-    Autograd does not follow plain_exchange(), so there is no backward. ring_attention() has one,
-    overlaps messages with computation, skips what the mask hides, does not overflow in exp(), and
-    expects the zig-zag order (below), which gives all ranks equal work.
+    plain_exchange() of collectives.py sends and receives, and returns when both are done. Autograd
+    does not follow it, so there is no backward. ring_attention() has one, overlaps messages with
+    computation, skips what the mask hides, does not overflow in exp(), and expects the zig-zag
+    order (below), which gives all ranks equal work.
     """
     rank, world_size = rank_and_size(group)
     kv = torch.stack([k, v])
@@ -165,7 +166,9 @@ def simple_ulysses_attention(q, k, v, group=None):
 #     losses = F.cross_entropy(logits, next_tokens[:, positions].flatten(), reduction="none")
 #
 # The loss is the sum of all ranks' token losses, divided by the number of tokens on all ranks.
-# Ranks have copies of parameters, so gradients are summed over the group, as in ddp.py.
+# Ranks have copies of parameters, so gradients are summed over the group, as in ddp.py. Attention
+# has no dropout, and no mask of documents: if a sequence is packed from several of them, tokens
+# also see the documents before their own.
 #
 # All heads have width K. q has H heads, so D = H K; k and v have KV heads, and D_kv = KV K. In
 # backward the ring sends k and v again, and their gradients. One attention costs a rank:
@@ -226,13 +229,15 @@ def ulysses_attention(q, k, v, group=None):
         k, v = (x.repeat_interleave(world_size // kv_heads, 1) for x in (k, v))
     # Each rank gets n = (H + 2 KV)/P heads of q, k and v together. KV is now at least P.
     parts = torch.cat([x.unflatten(1, (world_size, -1)) for x in (q, k, v)], 2)  # (B, P, n, T/P, K)
-    parts = parts.unflatten(3, (2, -1)).permute(1, 3, 0, 2, 4, 5)  # (P, 2, B, n, T/2P, K)
-    parts = all_to_all_in_group(parts.contiguous(), group=group)
+    parts = parts.unflatten(3, (2, -1))  # (B, P, n, 2, T/2P, K): an early and a late chunk
+    parts = parts.permute(1, 3, 0, 2, 4, 5)  # (P, 2, B, n, T/2P, K): part j is for rank j
+    parts = all_to_all_in_group(parts.contiguous(), group=group)  # part j is from rank j
     whole = _by_position(parts, 2)  # (B, n, T, K)
     qkv = whole.split([x.shape[1] // world_size for x in (q, k, v)], 1)
     y = attention(*qkv)  # (B, H/P, T, K)
     y = all_to_all_in_group(_by_rank(y, world_size, 2), group=group)  # (P, 2, B, H/P, T/2P, K)
-    return y.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)  # (B, H, T/P, K)
+    y = y.permute(2, 0, 3, 1, 4, 5)  # (B, P, H/P, 2, T/2P, K): part j has heads from rank j
+    return y.flatten(3, 4).flatten(1, 2)  # (B, H, T/P, K)
 
 
 def _checked(q, k, v, group):
@@ -249,13 +254,13 @@ def _checked(q, k, v, group):
 
 
 def _by_position(parts, dim):
-    """Join chunks (P, 2, ...), say [[0, 3], [1, 2]], in sequence order along a chunk's `dim`."""
+    """Join chunks (P, 2, ...) along a chunk's `dim`: for P = 2, [[0, 3], [1, 2]] to 0 1 2 3."""
     early, late = parts.unbind(1)
     return torch.cat([*early, *reversed(late.unbind())], dim)
 
 
 def _by_rank(whole, world_size, dim):
-    """Cut a sequence into chunks (P, 2, ...), two for each rank: the inverse of _by_position()."""
+    """Undo _by_position(): cut 0 1 2 3 along `dim` into [[0, 3], [1, 2]], two for each rank."""
     chunks = whole.chunk(2 * world_size, dim)
     pairs = zip(chunks[:world_size], reversed(chunks))
     return torch.stack([chunk for pair in pairs for chunk in pair]).unflatten(0, (world_size, 2))
@@ -279,7 +284,8 @@ def ring_block(rank, source, length):
     """Return the block of `rank`'s queries and `source`'s keys that the mask does not hide.
 
     length: T/P. Either all queries see half of another rank's keys, or half of the queries see all
-    of them, so each step is equal work for all ranks. For P = 4 and rank 1 (x: visible, c: causal):
+    of them, so each step is equal work for all ranks. For P = 4, in the zig-zag order, rank r has
+    chunks r and 7 - r. Rank 1 sees (x: all keys of the chunk; c: those up to the query's position):
 
         source      1 (itself)     0 (before)     2 (after)      3 (after)
         key chunks  1   6          0   7          2   5          3   4
@@ -328,7 +334,7 @@ class _AllGatherAttention(torch.autograd.Function):
         ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
         output, lse = _no_keys_yet(q)
         for block in ctx.blocks:
-            _attend(block, q, *gathered, output, lse)
+            _attend(block, q, *gathered, output, lse)  # dim 0 of `gathered` is k, v
         output = output.to(q.dtype)
         ctx.save_for_backward(q, gathered, output, lse)
         ctx.group = group
@@ -353,7 +359,13 @@ class _RingAttention(torch.autograd.Function):
     """Attend to the k and v that visit a rank, its own first; in backward its own come last.
 
     The gradients of k and v travel around the ring one step behind k and v. Each rank adds its part
-    and sends the sum on. The owner of k and v computes its own part while the last sum arrives.
+    and sends the sum on. The owner of k and v computes its own part while the last sum arrives. In
+    backward, P = 3 ranks compute parts of the gradients of these ranks' k and v:
+
+        visit    rank 0              rank 1              rank 2
+        1        2                   0                   1
+        2        1 + rank 2's sum    2 + rank 0's sum    0 + rank 1's sum
+        3        0 + rank 2's sum    1 + rank 0's sum    2 + rank 1's sum
     """
 
     @staticmethod
@@ -490,7 +502,7 @@ def block_attention_backward(grad_output, q, k, v, output, lse, causal):
         tensors = (grad_output, q, k, v, output, lse.contiguous(), None, None)
         return kernel(*tensors, q.shape[2], k.shape[2], 0.0, causal, seed, seed)
     kernel = aten._scaled_dot_product_efficient_attention_backward
-    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # exp(score - inf) is 0
+    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # exp(score - lse) is 0 there
     tensors = (grad_output, q, _repeated(k, q), _repeated(v, q), None, output, padded, seed, seed)
     grad_q, *grads, _ = kernel(*tensors, 0.0, (True, True, True, False), causal)
     return grad_q, *[grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads]
@@ -544,11 +556,10 @@ def context_parallel_bytes(
 #                forward of 0 1 2 again, backward of 2 1 0
 #
 # If a layer's input takes c bytes, and all that a layer keeps takes a bytes, L layers need at most
-# c L/n + a n, which is least with n = sqrt(L c/a). If a = c, that is the well-known n = sqrt(L). A
-# transformer's layer keeps a = 17 c (without tp, with fused attention), and n = 1 is best up to 34
-# layers. A pipeline stage keeps the inputs of m microbatches in flight, but recomputes one at a
-# time. It needs m c L/n + a n, which is least with n = sqrt(m L c/a). If it defers weight products
-# (I and W in pipeline.py), it recomputes in I, and keeps what they need until W.
+# c L/n + a n: inputs, and what n layers keep. This is least with n = sqrt(c L/a), which is the
+# well-known sqrt(L) if a = c. A transformer's layer keeps a = 17 c, by activation_bytes() without
+# tp and with fused attention, so n = 1 is best up to 34 layers. A pipeline stage keeps the inputs
+# of m microbatches in flight, but recomputes one at a time: m c L/n + a n, with n = sqrt(m c L/a).
 
 
 def recompute(function, *inputs):
@@ -590,7 +601,10 @@ def run_layers(layers, x):
 
 
 class _Hollow(torch.autograd.Function):
-    """forward: return a tensor of x's shape that holds one element. backward: identity."""
+    """forward: return a tensor of x's shape that holds one element. backward: identity.
+
+    Backward begins with the gradient of this output, and never reads its values.
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -650,7 +664,7 @@ def recomputation_bytes(layers, size, layer_input, whole_layer, microbatches=1):
     """Return the most bytes of activations of a stage that recomputes `size` layers as one.
 
     This is m c L/n + a n - c, in the letters above: a group's input, which is one of the tensors
-    that its first layer keeps, is counted once. GPipe (Huang et al., 2019) has n = L.
+    that its first layer keeps, is counted once.
 
     layers, size: L, the stage's layers, and n. If n does not divide L, the last group is shorter.
     layer_input, whole_layer: c and a, which are activation_bytes() of full and of no recomputation.

@@ -20,17 +20,17 @@ gives every rank the sum of all ranks' tensors:
 F.linear() takes a matrix transposed, which is written A' here. So columns of A are rows (dim 0) of
 its weight A', and rows of C are columns (dim 1) of C'.
 
-dX, the gradient of the loss with respect to X, is the sum over r of dU_r A_r'. Rank r computes one
-term, and in backward f adds them. Every MLP and attention begins with an f and ends with a g. After
-g all ranks compute the same, up to the loss, and each calls backward() on its own copy of it. The
-next f has made the gradient whole, so dZ reaches g whole and equal on all ranks, and a sum there
-would count it P times.
+After g all ranks compute the same, up to the loss, and each rank calls backward() on its own copy
+of it. So dZ, the gradient of the loss with respect to Z, is whole and equal on all ranks. g passes
+it on as it is, since a sum would count it P times. Then each rank computes the gradient dU_r of its
+own columns, and dU_r A_r', a term of dX. f adds the terms, so dX is whole and equal on all ranks,
+too, for the layer before. Every MLP and every attention begins with an f and ends with a g.
 
 No other rank has A_r and C_r, and after backward rank r has their whole gradients. So these are not
 summed over ranks, and each rank's optimizer updates its own part. All ranks have copies of a
-parameter that is not split. Their gradients are equal, if kernels round alike on all ranks, so
-copies that begin equal stay equal.
-Dropout outside of f and g must draw the same random numbers on all ranks.
+parameter that is not split. Their gradients are equal, so copies that begin equal stay equal. On a
+GPU their last bits may come to differ, since some kernels add in no fixed order. Dropout outside
+of f and g must draw the same random numbers on all ranks.
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence. Then f is an
 all-gather, whose backward is a reduce-scatter, and g is the reverse.
@@ -48,15 +48,14 @@ Overlap        on the upper floor, backward computes dW while dX is summed. With
 PyTorch's      DTensor and parallelize_module() split the same matrices. Each operation derives what
                to send from the placements of its DTensors. Here a parameter is a plain tensor
 
-Krizhevsky, Sutskever, Hinton, "ImageNet Classification with Deep Convolutional Neural Networks",
-2012 (AlexNet). Shoeybi et al., "Megatron-LM", 2019. Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models", 2022 (sequence parallelism). Wang et al., "Overlap
-Communication with Dependent Computation via Decomposition in Large Deep Learning Models", 2023.
+Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks", 2012. Shoeybi
+et al., "Megatron-LM", 2019. Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022. Wang et al., "Overlap Communication with Dependent Computation via
+Decomposition in Large Deep Learning Models", 2023.
 
     torchrun --nproc-per-node 4 tensor_parallel.py    prints bytes and the largest numerical error
 """
 
-import copy
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -87,13 +86,18 @@ from collectives import (
 #
 # f and g are autograd functions of collectives.py. f returns x, and its backward all-reduces the
 # gradient. g all-reduces x, and its backward returns the gradient.
+#
+# Docstrings give the type of each tensor (see "derivatives" in collectives.py):
+#
+#     I    equal on all ranks, and so is its gradient      X, Z, the loss, norms
+#     V    this rank's own                                 A_r, C_r, U_r, Y_r, the logits
+#     R    equal on all ranks, but each rank's gradient is a part, and the parts must be summed
 
 
 def column_linear(x, weight, bias=None, group=None):
     """Return f(X) A_r + b_r, this rank's columns of X A + b. X is the same on every rank.
 
-    Types of x, weight and bias -> the result: I, V, V -> V. An I is equal on all ranks, and so is
-    its gradient. A V is a tensor of this rank's own. See "derivatives" in collectives.py.
+    Types of x, weight and bias -> the result: I, V, V -> V.
     """
     return F.linear(copy_to_group(x, group), weight, bias)
 
@@ -131,9 +135,11 @@ def split_attention(x, qkv, out, K, group=None):
     """
     weight = qkv.flatten(0, 1)  # (3 D/P, D): rows of q, then of k, then of v
     columns = column_linear(x, weight, group=group)  # (B, T, 3 D/P)
-    q, k, v = columns.unflatten(2, (3, -1, K)).permute(2, 0, 3, 1, 4)  # each (B, heads/P, T, K)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return row_linear(y.transpose(1, 2).flatten(2), out, group=group)
+    heads = columns.unflatten(2, (3, -1, K))  # (B, T, 3, heads/P, K)
+    q, k, v = heads.permute(2, 0, 3, 1, 4)  # (3, B, heads/P, T, K)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, heads/P, T, K)
+    y = y.transpose(1, 2).flatten(2)  # (B, T, D/P)
+    return row_linear(y, out, group=group)
 
 
 def own_part(indices, start, size):
@@ -166,10 +172,10 @@ def split_cross_entropy(logits, target, group=None):
 
     The weight is split as that of split_embedding(), or is the same one (a tied head). The loss of
     a token with the whole logits `row` is log(sum(exp(row))) - row[target]. The logits stay split,
-    and ranks exchange three numbers for each token. Every target counts: there is no ignore_index.
-    Types: logits V -> I.
+    and ranks exchange three numbers for each token. There is no ignore_index: a target outside the
+    vocabulary, such as -100, gives NaN. Types: logits V -> I.
     """
-    rank, _ = rank_and_size(group)
+    rank, P = rank_and_size(group)
     largest = logits.detach().amax(1)  # (N,)
     all_reduce(largest, ReduceOp.MAX, group)
     # Now exp() cannot overflow. The losses do not depend on `largest`, so it needs no gradient.
@@ -178,7 +184,8 @@ def split_cross_entropy(logits, target, group=None):
     width = logits.size(1)
     local, is_here = own_part(target, rank * width, width)
     of_target = logits.gather(1, local.unsqueeze(1)).squeeze(1) * is_here
-    return normalizer.log() - reduce_from_group(of_target, group)
+    losses = normalizer.log() - reduce_from_group(of_target, group)
+    return losses.masked_fill((target < 0) | (target >= P * width), math.nan)
 
 
 # ==== upper floor =================================================================================
@@ -190,7 +197,7 @@ def split_cross_entropy(logits, target, group=None):
 #     a loss that takes less memory
 #     a sum for copies of a parameter whose gradients are only parts
 #
-# Two sections then add what large chunks and pipelines ask of the linear layers.
+# Behind a banner of its own stands what large chunks and pipelines add to the linear layers.
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
@@ -211,18 +218,20 @@ def split_cross_entropy(logits, target, group=None):
 # gathered, and sums are all-reduces.
 #
 # A function begin_...() returns a function that waits for the result and returns it.
+# gather_and_multiply(), multiply_and_sum() and begin_weight_gradient() do what their names say. How
+# they do it, by chunks or later, stands under "additions to the linear layers".
 
 
 def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
     """Do what column_linear() does, with messages beside products. weight: (out/P, in).
 
     sequence_parallel: whether x is this rank's chunk of X, along dim 0.
-    defer: what takes the weight's gradient in place of autograd, if anything does. Only pipelines
-        need it: see "where a weight's gradient goes".
+    defer: a pipeline's store for the weight's gradient, see "where a weight's gradient goes".
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
     x = autocasted(x)  # before x is saved and sent
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
+    begin_dweight = partial(begin_weight_gradient, weight, defer)
+    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, begin_dweight)
 
 
 def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=None):
@@ -237,17 +246,16 @@ def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=No
     if sequence_parallel and len(x) % P:
         raise ValueError(f"T={len(x)} is not divisible by tp={P}")
     x = autocasted(x)
-    return _RowLinear.apply(x, weight, group, sequence_parallel, defer)
+    begin_dweight = partial(begin_weight_gradient, weight, defer)
+    return _RowLinear.apply(x, weight, group, sequence_parallel, begin_dweight)
 
 
 class _ColumnLinear(torch.autograd.Function):
     """Compute y = x W' + b, where x is gathered first if `split`."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, split, defer):
-        # A saved tensor is checked for changes in place, but under checkpoint() it is a detached
-        # copy, and where dW goes depends on the parameter itself.
-        ctx.arguments = weight, group, split, defer
+    def forward(ctx, x, weight, bias, group, split, begin_dweight):
+        ctx.arguments = group, split, begin_dweight
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         _, y = gather_and_multiply(x, weight, bias, split, group)
         return y
@@ -256,11 +264,11 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        parameter, group, split, defer = ctx.arguments
+        group, split, begin_dweight = ctx.arguments
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dx = dweight = dbias = None
         if wants_weight:
-            get_dweight = begin_weight_gradient(parameter, dy, x, split, group, defer)
+            get_dweight = begin_dweight(dy, x, split, group)
         if wants_x:  # dY W is computed while X is gathered
             get_dx = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
         if wants_weight:  # dW is computed while dX is summed
@@ -276,8 +284,8 @@ class _RowLinear(torch.autograd.Function):
     """Compute y = the sum of x W' over the ranks, or, if `split`, this rank's chunk of it."""
 
     @staticmethod
-    def forward(ctx, x, weight, group, split, defer):
-        ctx.arguments = weight, group, split, defer
+    def forward(ctx, x, weight, group, split, begin_dweight):
+        ctx.arguments = group, split, begin_dweight
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return multiply_and_sum(x, weight, split, group)
 
@@ -285,7 +293,7 @@ class _RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        parameter, group, split, defer = ctx.arguments
+        group, split, begin_dweight = ctx.arguments
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         dx = dweight = None
         if wants_x:
@@ -293,25 +301,8 @@ class _RowLinear(torch.autograd.Function):
         else:
             dy = begin_gather(dy, split, group)()
         if wants_weight:
-            dweight = begin_weight_gradient(parameter, dy, x, False, group, defer)()
+            dweight = begin_dweight(dy, x, False, group)()
         return dx, dweight, None, None, None
-
-
-def gather_and_multiply(x, weight, bias, split, group=None):
-    """Return X, which is x, or gathered from all ranks' x if `split`, and X W' + b."""
-    if split and by_chunks(x.nbytes, x.device, group):
-        return gather_by_chunks(x, weight, bias, group)
-    x = begin_gather(x, split, group)()
-    return x, F.linear(x, weight, bias)
-
-
-def multiply_and_sum(x, weight, split, group=None):
-    """Return the sum of x W' over the ranks or, if `split`, this rank's chunk of it."""
-    if split:
-        rows = x.shape[:-1].numel() // dist.get_world_size(group)
-        if by_chunks(rows * len(weight) * x.itemsize, x.device, group):
-            return scatter_by_chunks(x, weight, group)
-    return begin_sum(F.linear(x, weight), split, group)()
 
 
 def begin_gather(x, split, group=None, async_op=False):
@@ -388,8 +379,7 @@ def set_shard(module, name, full, shard):
     all ranks, and one whole matrix must fit in memory.
     """
     setattr(module, name, nn.Parameter(shard.cut(full.detach())))
-    shards = getattr(module, "shards", {}) | {name: shard}
-    module.shards = Shards(module._parameters, shards)
+    module.shards = getattr(module, "shards", {}) | {name: shard}
 
 
 def shards_of(model):
@@ -399,26 +389,6 @@ def shards_of(model):
         for path, module in model.named_modules()
         for name, shard in getattr(module, "shards", {}).items()
     }
-
-
-class Shards(dict):
-    """{name: Shard} of a module. Sets the attribute `split_over`, a group, of its split parameters.
-
-    An optimizer, which sees parameters without their module, finds the group there. A deep copy of
-    a parameter has no such attribute, so a deep copy of this dict sets it again.
-
-    parameters: the dict in which the module keeps its parameters.
-    """
-
-    def __init__(self, parameters, shards):
-        super().__init__(shards)
-        self.parameters = parameters
-        for name, shard in self.items():
-            if parameters.get(name) is not None:  # else it was removed, or parametrized
-                parameters[name].split_over = shard.group
-
-    def __deepcopy__(self, memo):
-        return Shards(copy.deepcopy(self.parameters, memo), self)
 
 
 # ---- modules: linear layers, attention and dropout -----------------------------------------------
@@ -534,21 +504,20 @@ class ShardedRandomState:
     def __init__(self, device, group=None):
         self.rank, self.world_size = rank_and_size(group)
         self.on_gpu = torch.device(device).type == "cuda"
+        self.outside = []  # a generator's states before each `with`, which may be nested
 
     def __enter__(self):
         seed = torch.randint(2**40, (), device="cpu").item() * self.world_size + self.rank
         if self.on_gpu:
-            self.outside = torch.cuda.get_rng_state()
+            self.outside.append(torch.cuda.get_rng_state())
             torch.cuda.manual_seed(seed)
         else:
-            self.outside = torch.get_rng_state()
+            self.outside.append(torch.get_rng_state())
             torch.default_generator.manual_seed(seed)  # torch.manual_seed() would seed GPUs, too
 
     def __exit__(self, *exception):
-        if self.on_gpu:
-            torch.cuda.set_rng_state(self.outside)
-        else:
-            torch.set_rng_state(self.outside)
+        set_state = torch.cuda.set_rng_state if self.on_gpu else torch.set_rng_state
+        set_state(self.outside.pop())
 
 
 # ---- vocabulary: embedding and loss --------------------------------------------------------------
@@ -602,12 +571,12 @@ def vocab_parallel_cross_entropy(
 
     Return (N,) losses in fp32 at least: 0 where target is ignore_index, and NaN, as is the
     gradient, where it is otherwise outside the vocabulary. To train on the mean, divide their sum
-    by the number of targets that count on all ranks of dp: DistributedDataParallel (ddp.py) shows
-    how. 3 N numbers are reduced over the group.
+    by the number of targets that count on all data-parallel ranks: DistributedDataParallel (ddp.py)
+    shows how. 3 N numbers are reduced over the group.
 
-    Forward computes the logits' gradient, in fp32 at least, and keeps it for backward in their
-    dtype. For fp16 logits it stays in fp32, and inplace has no effect, since most of it may be too
-    small for fp16 before backward multiplies it by the loss scale. A backward with
+    Forward computes the logits' gradient in fp32 at least, and keeps it for backward in their
+    dtype. For fp16 logits it stays in fp32, and inplace has no effect, since small numbers would
+    be 0 in fp16 before backward multiplies them by the loss scale. A backward with
     retain_graph=True copies the gradient.
 
     Raises ValueError unless logits has as many columns as this rank's part, say if it was gathered.
@@ -629,26 +598,29 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, start, vocab_size, ignore_index, group, inplace):
         maximum = logits.amax(-1)  # (N,)
         all_reduce(maximum, ReduceOp.MAX, group)
-        # exps, softmax and grad below take the memory of `shifted`, (N, vocab_size/P)
-        shifted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=not inplace)
-        shifted.sub_(maximum.unsqueeze(-1))
+        # x, (N, vocab_size/P), is in fp32 at least, and becomes the gradient step by step. With
+        # inplace it is the logits' own memory if they have this dtype, and otherwise it is a copy.
+        # At the end, the gradient of bf16 logits is copied to bf16, with inplace into their memory.
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        x = logits.to(dtype, copy=not inplace)
+        x.sub_(maximum.unsqueeze(-1))  # so that exp() cannot overflow
         local, is_here = own_part(target, start, logits.shape[-1])
         local = local.unsqueeze(-1)  # (N, 1)
-        of_target = shifted.gather(-1, local).squeeze(-1).masked_fill(~is_here, 0)
+        of_target = x.gather(-1, local).squeeze(-1).masked_fill(~is_here, 0)
         unknown = (target < 0) | (target >= vocab_size)
         of_target = of_target.masked_fill(unknown, math.nan)
-        exps = shifted.exp_()
-        sums = torch.stack([exps.sum(-1), of_target])  # (2, N), in one all-reduce
+        x.exp_()
+        sums = torch.stack([x.sum(-1), of_target])  # (2, N), in one all-reduce
         all_reduce(sums, group=group)
         normalizer, of_target = sums
-        softmax = exps.div_(normalizer.unsqueeze(-1))
-        minus_one = is_here.to(softmax.dtype).neg_()  # at this rank's targets, else 0
-        grad = softmax.scatter_add_(-1, local, minus_one.unsqueeze(-1))
+        x.div_(normalizer.unsqueeze(-1))  # softmax(row)
+        minus_one = is_here.to(dtype).neg_()  # at this rank's targets, else 0
+        x.scatter_add_(-1, local, minus_one.unsqueeze(-1))  # softmax(row) - one_hot(target)
         ctx.ignored = target == ignore_index
-        grad.masked_fill_((unknown & ~ctx.ignored).unsqueeze(-1), math.nan)
-        if logits.dtype != torch.float16:  # which would round small numbers to 0 before any scale
-            grad = logits.detach().copy_(grad) if inplace else grad.to(logits.dtype)
-        ctx.save_for_backward(grad)
+        x.masked_fill_((unknown & ~ctx.ignored).unsqueeze(-1), math.nan)
+        if logits.dtype == torch.bfloat16:  # fp16 would round small numbers to 0 before any scale
+            x = logits.copy_(x) if inplace else x.to(logits.dtype)
+        ctx.save_for_backward(x.detach())  # without the graph that the logits have
         ctx.dtype = logits.dtype
         return (normalizer.log() - of_target).masked_fill(ctx.ignored, 0)
 
@@ -673,18 +645,9 @@ class _CrossEntropy(torch.autograd.Function):
 #     mark_sum_over_tp(model.norm)  # once
 #     loss.backward()
 #     sum_gradients_over_tp(parameters_to_sum_over_tp(model), group)
-#     if step == 0:
-#         check_gradients_over_tp(model, group)  # whether anything was left out
+#     if not is_checked:
+#         is_checked = check_gradients_over_tp(model, group)  # whether anything was left out
 #     optimizer.step()
-#
-# With fp16, all ranks must skip the step if a gradient overflows on one of them, or copies differ
-# from then on. With zero.py's wrapper they do. Without, torch.amp.GradScaler decides on each rank
-# by itself, so let ranks share what they find, before scaler.unscale_() or scaler.step():
-#
-#     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-#     norm = torch.nn.utils.get_total_norm(gradients)
-#     all_reduce(norm, group=group)
-#     gradients[0].add_(0 * norm)  # NaN if a rank's norm is infinite or NaN
 
 
 def mark_sum_over_tp(module):
@@ -693,12 +656,12 @@ def mark_sum_over_tp(module):
     Mark a parameter if every rank has a copy of it but applies it to its own part of the tokens,
     heads or columns only:
 
-        copied parameter                                without        with sequence parallelism
-        norm before a column-parallel layer, positions  do not mark    mark: a rank has T/P tokens
-        norm of q or k in attention_fn                  mark: a rank has H/P heads, either way
-        router, shared experts of MoE with a tp_group   mark           -
-        router, shared experts of MoE without           do not mark    mark: a rank has T/P tokens
-        bias of RowParallelLinear                       do not mark    marked by its class
+        copied parameter                                 without        with sequence parallelism
+        norm before attention, MLP or head; positions    do not mark    mark: a rank has T/P tokens
+        norm of q or k between c_attn and c_proj         mark           mark: a rank has H/P heads
+        bias of RowParallelLinear                        do not mark    marked by its class
+        MoE's router and shared experts                  do not mark    mark: a rank has T/P tokens
+            with a tp_group (see expert_parallel.py)     mark           -
 
     Nothing finds a parameter that is marked and should not be: the sum of complete gradients is P
     times too large, on all ranks alike. check_gradients_over_tp() finds what is not marked and
@@ -712,10 +675,15 @@ def mark_sum_over_tp(module):
 
 
 def parameters_to_sum_over_tp(model):
-    """Return the model's marked parameters, or ZeRO's pieces of them."""
-    modules = [module for module in model.modules() if hasattr(module, "sums_over_tp")]
-    marked = [getattr(module, name) for module in modules for name in module.sums_over_tp]
-    return [parameter for parameter in marked if parameter.requires_grad]
+    """Return {parameter: Shard or None} of marked parameters, or of zero.py's pieces of them."""
+    marked = {}
+    for module in model.modules():
+        shards = getattr(module, "shards", {})
+        for name in getattr(module, "sums_over_tp", ()):
+            parameter = getattr(module, name)
+            if parameter.requires_grad:
+                marked[parameter] = shards.get(name)
+    return marked
 
 
 @torch.no_grad()
@@ -724,14 +692,14 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
 
     parameters: from parameters_to_sum_over_tp(). A gradient that is None counts as zero.
     check: whether to raise ValueError on all ranks if the sum would mix unlike parts, since a
-        parameter is split over the group, or since ranks have different ZeRO pieces of one.
+        parameter is split over the group, or since zero.py's pieces of one differ between ranks.
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
     if check:
-        split = [parameter for parameter in parameters if hasattr(parameter, "split_over")]
-        if any(len(ranks_in_both(group, parameter.split_over)) > 1 for parameter in split):
-            raise ValueError("a parameter marked by mark_sum_over_tp() is split over the group")
+        for shard in parameters.values():
+            if shard is not None and len(ranks_in_both(group, shard.group)) > 1:
+                raise ValueError("a parameter marked by mark_sum_over_tp() is split over the group")
         pieces = [parameter for parameter in parameters if hasattr(parameter, "whole_shape")]
         if pieces:
             named = [((piece.whole_shape, piece.offset), piece) for piece in pieces]
@@ -751,11 +719,12 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
 
     Such copies drift apart. Every parameter that no Shard splits over the group is a copy. Kernels
     may round differently, so gradients differ if one is further from their mean than `tolerance`
-    times the mean's norm. Each mean takes an all-reduce, so call this once per process, after the
-    sums of its first step. With ZeRO, all ranks must have the same pieces: see `apart` in zero.py.
+    times the mean's norm. Return whether all gradients are finite, since others count as equal: in
+    fp16 the first steps may overflow. Each mean takes an all-reduce, so call this after the sums of
+    a step until it returns True. With zero.py, ranks must have the same pieces: see `apart` there.
     """
     if dist.get_world_size(group) == 1:
-        return
+        return True
     shards = shards_of(model)
     copies = {}
     described = []
@@ -764,7 +733,7 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
         is_copy = name not in shards or len(ranks_in_both(group, shards[name].group)) == 1
         if is_copy and parameter.requires_grad:
             copies[name] = parameter
-            whole_shape = getattr(parameter, "whole_shape", None)  # of a ZeRO piece
+            whole_shape = getattr(parameter, "whole_shape", None)  # of zero.py's piece
             described.append(((name, whole_shape, getattr(parameter, "offset", 0)), parameter))
     check_parameters(described, group)
     distances = _distances_from_mean(copies.values(), group)
@@ -772,6 +741,7 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
     if names:
         cure = "use mark_sum_over_tp() or, if each rank has its own part, set_shard()"
         raise ValueError(f"gradients of {', '.join(names)} differ between ranks of tp: {cure}")
+    return not any(map(math.isnan, distances))
 
 
 @torch.no_grad()
@@ -783,17 +753,39 @@ def _distances_from_mean(parameters, group):
         grad = grad.detach().to(torch.promote_types(grad.dtype, torch.float32))
         mean = grad.clone(memory_format=torch.contiguous_format)
         all_reduce(mean, ReduceOp.AVG, group)
-        norm = torch.linalg.vector_norm(mean)
-        # NaN, which counts as equal, if both norms are 0 or if a gradient is not finite
+        norm = torch.linalg.vector_norm(mean).clamp(min=1e-30)  # 0 / 1e-30 is 0, inf / inf is NaN
         distances.append(torch.linalg.vector_norm(mean.sub_(grad)) / norm)
     if not distances:
         return []
-    distances = torch.stack(distances).nan_to_num(0.0, posinf=math.inf)
+    distances = torch.stack(distances)
     all_reduce(distances, ReduceOp.MAX, group)  # so that all ranks come to the same conclusion
     return distances.tolist()
 
 
-# ---- overlap: products by chunks -----------------------------------------------------------------
+# With fp16, a gradient may overflow on one rank only. All ranks must then skip the step, or copies
+# differ from then on. With zero.py's wrapper they do. Without it, torch.amp.GradScaler decides on
+# each rank by itself, so let ranks share what they find, before scaler.unscale_() or scaler.step():
+#
+#     gradients = [p.grad for p in model.parameters() if p.grad is not None]
+#     norm = torch.nn.utils.get_total_norm(gradients)
+#     all_reduce(norm, group=group)
+#     gradients[0].add_(0 * norm)  # NaN if a rank's norm is infinite or NaN, and 0 otherwise
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
+    """Return the bytes a rank sends per layer: 8 B T D (P-1)/P elements, 10 if X is regathered."""
+    return (5 if regather else 4) * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
+
+
+# ==== additions to the linear layers ==============================================================
+#
+# In its simple form gather_and_multiply() is begin_gather() and F.linear(), multiply_and_sum() is
+# F.linear() and begin_sum(), and begin_weight_gradient() is begin_gather() and a product. Large
+# chunks allow more overlap, and pipelines want the weight's gradient later, or in other memory.
+
+# ---- products by chunks --------------------------------------------------------------------------
 #
 # With sequence parallelism, a product either needs every rank's chunk of X, or is summed over the
 # ranks into chunks of Z. If chunks are large, the linear layers compute one while others travel
@@ -812,8 +804,25 @@ def _distances_from_mean(parameters, group):
 # end adds the four summands of a chunk, so in 16 bits their sum is rounded only once. Either way a
 # rank sends (P-1)/P of the whole, as in an all-gather or a reduce-scatter.
 
-# Smaller chunks cost more than overlap saves: measured over gloo, and on the model of gpu_time.py.
+# Smaller chunks cost more than they hide, as measured over gloo, and by tests/tools/gpu_time.py.
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}
+
+
+def gather_and_multiply(x, weight, bias, split, group=None):
+    """Return X, which is x, or gathered from all ranks' x if `split`, and X W' + b."""
+    if split and by_chunks(x.nbytes, x.device, group):
+        return gather_by_chunks(x, weight, bias, group)
+    x = begin_gather(x, split, group)()
+    return x, F.linear(x, weight, bias)
+
+
+def multiply_and_sum(x, weight, split, group=None):
+    """Return the sum of x W' over the ranks or, if `split`, this rank's chunk of it."""
+    if split:
+        rows = x.shape[:-1].numel() // dist.get_world_size(group)
+        if by_chunks(rows * len(weight) * x.itemsize, x.device, group):
+            return scatter_by_chunks(x, weight, group)
+    return begin_sum(F.linear(x, weight), split, group)()
 
 
 def by_chunks(nbytes, device, group):
@@ -881,14 +890,17 @@ def _linear_into(output, x, weight, bias=None):
 # Neither applies to a weight whose gradient is also needed elsewhere: see is_plain_leaf().
 
 
-def begin_weight_gradient(weight, dy, x, split, group, defer):
-    """Gather x if `split`. Return a function that returns dW, or None if it goes elsewhere."""
+def begin_weight_gradient(weight, defer, dy, x, split, group):
+    """Gather x if `split`. Return a function that returns dW, or None if it goes elsewhere.
+
+    weight: the parameter itself, not what autograd has saved, which may lack its hooks and .grad.
+    """
     if defer is not None and defer.open and is_plain_leaf(weight):
         # x is gathered only when the pipeline asks for dW
-        defer.put(weight, lambda: _product(weight, dy, begin_gather(x, split, group)(), defer))
+        defer.put(weight, lambda: _product(weight, defer, dy, begin_gather(x, split, group)()))
         return lambda: None
     get_x = begin_gather(x, split, group, async_op=True)
-    return lambda: _product(weight, dy, get_x(), defer)
+    return lambda: _product(weight, defer, dy, get_x())
 
 
 def is_plain_leaf(weight):
@@ -899,7 +911,7 @@ def is_plain_leaf(weight):
     return weight.is_leaf and not weight._backward_hooks
 
 
-def _product(weight, dy, x, defer):
+def _product(weight, defer, dy, x):
     """Compute dW. Return it, or None if it is in .grad.
 
     zero.py gives weights a method grad_view(), which returns the memory that .grad is to have.
@@ -930,15 +942,7 @@ def _multiply_into(total, a, b, beta):
         total.add_(a @ b)
 
 
-# ---- cost ----------------------------------------------------------------------------------------
-
-
-def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
-    """Return the bytes a rank sends per layer: 8 B T D (P-1)/P elements, 10 if X is regathered."""
-    return (5 if regather else 4) * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
-
-
-# ---- appendix: AlexNet on two GPUs, 2012 ---------------------------------------------------------
+# ==== appendix: AlexNet on two GPUs, 2012 =========================================================
 #
 # A rank has 1/P of every layer's filters. Those of conv2, conv4 and conv5 read this rank's channels
 # only, so nothing is sent. Those of conv3 and of the dense layers read all channels, which are
@@ -963,23 +967,22 @@ class AlexNet(nn.Module):
         super().__init__()
         self.group = group
         P = dist.get_world_size(group)
-        if any(number % P for number in (*filters, *dense, classes)):
+        sizes = *filters, *dense, classes
+        if any(size % P for size in sizes):
             raise ValueError(f"tp={P} does not divide each of {filters=}, {dense=}, {classes=}")
-        c1, c2, c3, c4, c5 = filters
-        d1, d2 = dense
-        device = torch.get_default_device()
-        with ShardedRandomState(device, group):  # each rank draws filters of its own
-            self.conv1 = nn.Conv2d(3, c1 // P, 11, stride=4, padding=2)
-            self.conv2 = nn.Conv2d(c1 // P, c2 // P, 5, padding=2)
-            self.conv3 = nn.Conv2d(c2, c3 // P, 3, padding=1)
-            self.conv4 = nn.Conv2d(c3 // P, c4 // P, 3, padding=1)
-            self.conv5 = nn.Conv2d(c4 // P, c5 // P, 3, padding=1)
-            self.dense1 = nn.Linear(c5 * 6 * 6, d1 // P)
-            self.dense2 = nn.Linear(d1, d2 // P)
-            self.dense3 = nn.Linear(d2, classes // P)
+        c1, c2, c3, c4, c5, d1, d2, d3 = (size // P for size in sizes)  # on this rank
+        with ShardedRandomState(torch.get_default_device(), group):  # ranks draw different filters
+            self.conv1 = nn.Conv2d(3, c1, 11, stride=4, padding=2)
+            self.conv2 = nn.Conv2d(c1, c2, 5, padding=2)
+            self.conv3 = nn.Conv2d(P * c2, c3, 3, padding=1)
+            self.conv4 = nn.Conv2d(c3, c4, 3, padding=1)
+            self.conv5 = nn.Conv2d(c4, c5, 3, padding=1)
+            self.dense1 = nn.Linear(P * c5 * 6 * 6, d1)
+            self.dense2 = nn.Linear(P * d1, d2)
+            self.dense3 = nn.Linear(P * d2, d3)
         for layer in self.children():
             shard = Shard(0, (P * len(layer.weight),), group)
-            layer.shards = Shards(layer._parameters, {"weight": shard, "bias": shard})
+            layer.shards = {"weight": shard, "bias": shard}
 
     def forward(self, images):
         gather = partial(all_gather_to_group, dim=1, group=self.group)  # ranks use it differently
@@ -987,25 +990,21 @@ class AlexNet(nn.Module):
         pool = partial(F.max_pool2d, kernel_size=3, stride=2)
         drop = partial(F.dropout, training=self.training)  # of gathered x: the same mask everywhere
         x = copy_to_group(images, self.group)
-        x = pool(norm(self.conv1(x).relu()))  # (B, c1/P, 27, 27)
-        x = gather(pool(norm(self.conv2(x).relu())))  # (B, c2/P, 13, 13) -> (B, c2, 13, 13)
+        x = pool(norm(self.conv1(x).relu()))  # (B, c1, 27, 27)
+        x = gather(pool(norm(self.conv2(x).relu())))  # (B, P c2, 13, 13)
         x = self.conv3(x).relu()
         x = self.conv4(x).relu()
-        x = pool(self.conv5(x).relu())  # (B, c5/P, 6, 6)
-        x = gather(x.flatten(1))  # (B, 36 c5)
-        x = gather(self.dense1(x).relu())
-        x = gather(self.dense2(drop(x)).relu())
-        x = self.dense3(drop(x))  # (B, classes/P)
+        x = gather(pool(self.conv5(x).relu()).flatten(1))  # (B, 36 P c5)
+        x = gather(self.dense1(x).relu())  # (B, P d1)
+        x = gather(self.dense2(drop(x)).relu())  # (B, P d2)
+        x = self.dense3(drop(x))  # (B, d3)
         return gather_from_group(x, 1, self.group)  # all ranks compute the same loss
 
 
 def alexnet_bytes(batch, world_size, filters, dense, classes, itemsize=4):
-    """Return the bytes a rank sends in forward and backward.
-
-    What conv3 and the dense layers read is gathered, and its gradient is reduce-scattered. The
-    logits are gathered only.
-    """
-    read = filters[1] * 13 * 13 + filters[4] * 6 * 6 + sum(dense)
+    """Return the bytes a rank sends in forward and backward."""
+    read = filters[1] * 13 * 13 + filters[4] * 6 * 6 + sum(dense)  # by conv3 and the dense layers
+    # It is gathered, and its gradient is reduce-scattered. The logits are gathered only.
     return reduce_scatter_bytes((2 * read + classes) * batch * itemsize, world_size)
 
 

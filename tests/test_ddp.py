@@ -145,7 +145,13 @@ def test_a_group_of_ranks_that_hold_different_parts_of_a_parameter_is_refused_on
     rank, _ = rank_and_size()
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [2], [3])]
     tp_group, dp_group = groups[rank // 2], groups[2 + rank % 2]
-    net_over = lambda group: nn.Sequential(nn.Linear(2, 2), ColumnParallelLinear(3, 4, group=group))
+
+    def net_over(group):
+        """Return a net that has loaded its parameters, which are new, and have no attributes."""
+        net = nn.Sequential(nn.Linear(2, 2), ColumnParallelLinear(3, 4, group=group))
+        net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+        return net
+
     for wrong, net in (
         (None, net_over(None)),
         (None, net_over(tp_group)),
@@ -156,6 +162,8 @@ def test_a_group_of_ranks_that_hold_different_parts_of_a_parameter_is_refused_on
         sentence = r" is split over ranks \[0, 1(, 2, 3)?\], which are no replicas: pass"
         if wrong is tp_group:
             sentence = rf" is split over ranks \{dist.get_process_group_ranks(tp_group)}, which"
+        if kind == "zero-1":
+            sentence = "the parameters' values differ between ranks: pass the process_group"
         with pytest.raises(ValueError, match=sentence):
             WRAPPERS[kind](net, wrong)
         assert all(map(torch.equal, before, net.parameters()))

@@ -30,11 +30,11 @@ from tensor_parallel import (
     ShardedRandomState, VocabParallelEmbedding, alexnet_bytes, attention,
     check_gradients_over_tp, column_linear, column_parallel_linear, mark_sum_over_tp,
     parameters_to_sum_over_tp, row_linear, row_parallel_linear, set_shard, shards_of,
-    sum_gradients_over_tp,
+    split_cross_entropy, sum_gradients_over_tp,
     tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
-from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+from zero import FullyShardedDataParallel
 
 # (the size of tensor-parallel groups, the number of groups, each of which has its own data)
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
@@ -374,46 +374,58 @@ def test_gradients_of_several_dtypes_are_summed_over_tp_in_the_widest():
         unused.grad = torch.full((4, 3), 1 / 3)
     columns.grad = torch.arange(12.0).view(3, 4).t() + rank
     with waits() as waited, batches() as count:
-        sum_gradients_over_tp(tensors)
+        sum_gradients_over_tp(dict.fromkeys(tensors))
     assert not waited and count["batches"] == 1
     assert low.grad.eq(257).all() and double.grad.eq(2**24 + 1).all()
     assert unused.grad.eq(torch.tensor(1 / 3)).all()
     assert torch.equal(columns.grad, 2 * torch.arange(12.0).view(3, 4).t() + 1)
     norm = mark_sum_over_tp(nn.LayerNorm(4))
     norm.bias.requires_grad_(False)
-    assert parameters_to_sum_over_tp(norm) == [norm.weight]
+    assert parameters_to_sum_over_tp(norm) == {norm.weight: None}
 
 
 @on_ranks(2)
 def test_gradients_of_zeros_pieces_are_summed_over_tp_if_all_ranks_have_the_same_pieces():
     rank, piece = dist.get_rank(), nn.Parameter(torch.zeros(4))
     piece.grad, piece.offset, piece.whole_shape = torch.ones(4) + rank, 2, (6,)
-    sum_gradients_over_tp([piece])
+    sum_gradients_over_tp({piece: None})
     assert piece.grad.tolist() == 4 * [3]
     piece.offset = rank
     with pytest.raises(ValueError, match=r"rank 1 .*\(\(6,\), 1\).*\(\(6,\), 0\)"):
-        sum_gradients_over_tp([piece])
+        sum_gradients_over_tp({piece: None})
+
+
+def _loaded(layer):
+    """Let the layer load its own values as new parameters."""
+    values = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.load_state_dict(values, assign=True)
+    return layer
 
 
 @on_ranks(4)
 def test_a_marked_parameter_may_be_split_over_another_group_but_not_over_that_of_the_sum():
-    """The sum would mix unlike parts. An expert may be split over one group and copied over tp."""
+    """The sum would mix unlike parts. An expert may be split over one group and copied over tp.
+
+    This holds for parameters that were made anew, and so have lost their attributes, too.
+    """
     rank = dist.get_rank()
     group, _ = interleaved_group(2, 2)  # ranks 0, 2 and 1, 3
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     dist.barrier()  # no rank may end while another still connects
-    layer = nn.LayerNorm(8)  # a module that has a split parameter and a copy
-    set_shard(layer, "weight", torch.ones(8), Shard(0, (8,), pairs[rank // 2]))
-    marked = parameters_to_sum_over_tp(mark_sum_over_tp(layer))
-    for parameter in marked:
-        parameter.grad = torch.full_like(parameter, rank)
-    sum_gradients_over_tp(marked, group)
-    expected = [0 + 2, 1 + 3][rank % 2]
-    assert all(parameter.grad.eq(expected).all() for parameter in marked)
-    for wrong in (pairs[rank // 2], None):
-        with pytest.raises(ValueError, match="by mark_sum_over_tp.. is split over the group"):
-            sum_gradients_over_tp(marked, wrong)
-    assert all(parameter.grad.eq(expected).all() for parameter in marked)
+    to_empty = lambda layer: layer.to("meta").to_empty(device="cpu")
+    for make_anew in nn.Identity(), to_empty, _loaded, copy.deepcopy:
+        layer = nn.LayerNorm(8)  # a module that has a split parameter and a copy
+        set_shard(layer, "weight", torch.ones(8), Shard(0, (8,), pairs[rank // 2]))
+        marked = parameters_to_sum_over_tp(make_anew(mark_sum_over_tp(layer)))
+        for parameter in marked:
+            parameter.grad = torch.full_like(parameter, rank)
+        sum_gradients_over_tp(marked, group)
+        expected = [0 + 2, 1 + 3][rank % 2]
+        assert all(parameter.grad.eq(expected).all() for parameter in marked)
+        for wrong in (pairs[rank // 2], None):
+            with pytest.raises(ValueError, match="by mark_sum_over_tp.. is split over the group"):
+                sum_gradients_over_tp(marked, wrong)
+        assert all(parameter.grad.eq(expected).all() for parameter in marked)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -527,7 +539,7 @@ def test_a_parameter_that_is_not_marked_or_split_drifts_apart_and_is_named(sp, f
 
 @on_ranks(4)
 def test_a_deep_copy_is_split_and_marked_alike_over_the_same_group_and_has_its_own_weights():
-    """AveragedModel copies a model, and updates the copy. ZeRO-1's optimizer asks the parameters."""
+    """AveragedModel copies a model, and updates the copy."""
     group, _ = interleaved_group(2, 2)
     row = RowParallelLinear(8, 8, group=group, sequence_parallel=True)
     column = ColumnParallelLinear(8, 8, group=group)
@@ -544,10 +556,6 @@ def test_a_deep_copy_is_split_and_marked_alike_over_the_same_group_and_has_its_o
         for model, summed in ((m, parameters_to_sum_over_tp(m)) for m in (net, copied))
     ]
     assert marked[0] == marked[1] == ["1.q_norm.weight", "1.q_norm.bias", "3.bias"]
-    for layer in (0, 1, 2, 3):
-        for model in (net, copied):
-            with pytest.raises(ValueError, match="is split over ranks .*, which are no replicas"):
-                ZeroRedundancyOptimizer(model[layer].parameters(), torch.optim.SGD, lr=0.1)
     seen = []
     for _ in range(2):
         net(tokens).square().sum().backward()
@@ -572,9 +580,12 @@ def test_only_relative_differences_above_a_thousandth_between_copies_are_a_fault
         gradients(*differ)
         with pytest.raises(ValueError, match="gradients of bias differ"):
             check_gradients_over_tp(layer)
-    for alike in (1.0, 1.0013, 1.0), 3 * [0.0], 3 * [torch.inf], (1.0, torch.nan, 1.0):
+    for alike in (1.0, 1.0013, 1.0), 3 * [0.0], 3 * [None]:
         gradients(*alike)
-        check_gradients_over_tp(layer)  # what is not finite ends a training by itself
+        assert check_gradients_over_tp(layer) is True
+    for not_finite in 3 * [torch.inf], (1.0, torch.nan, 1.0), (torch.inf, 1.0, -torch.inf):
+        gradients(*not_finite)
+        assert check_gradients_over_tp(layer) is False  # so the next step is checked, too
 
 
 def test_on_a_gpu_fp32_keys_and_values_are_repeated_because_no_kernel_shares_heads():
@@ -744,6 +755,9 @@ def test_ids_outside_the_vocabulary_give_nan():
     assert losses.isnan().tolist() == [0, 1, 0, 1, 0] and losses[4] == 0
     (grad,) = torch.autograd.grad(losses.sum(), own)
     assert grad.isnan().any(1).tolist() == grad.isnan().all(1).tolist() == [0, 1, 0, 1, 0]
+    rank, P = rank_and_size()
+    losses = split_cross_entropy(logits[:, :6].chunk(P, 1)[rank], torch.tensor([0, 6, 5, -1, -100]))
+    assert losses.isnan().tolist() == [0, 1, 0, 1, 1]
 
 
 @split_or_not
@@ -867,6 +881,19 @@ def test_the_sharded_state_draws_on_the_host_whatever_the_default_device_is():
     torch.manual_seed(shifted(0))
     with torch.device("meta"), state:
         assert torch.equal(torch.get_rng_state(), expected)
+
+
+@on_ranks(2)
+def test_a_sharded_state_may_be_entered_twice_and_leaves_equal_generators():
+    torch.manual_seed(shifted(0))
+    state = ShardedRandomState("cpu")
+    with state:
+        before = torch.get_rng_state()
+        with state:
+            torch.rand(1)
+        assert not torch.equal(before, torch.get_rng_state())  # the inner one has drawn its seed
+    first, second = gather_objects(torch.get_rng_state())
+    assert torch.equal(first, second)
 
 
 # ---- AlexNet -------------------------------------------------------------------------------------

@@ -686,7 +686,7 @@ def test_each_rank_saves_its_own_optimizer_state_and_a_resumed_run_has_the_same_
     theirs = gather_objects(saved[1])[1 - dist.get_rank()]
     with pytest.raises(ValueError, match=r"of the shard \(rank, world size\) \(\d, 2\), not"):
         optimizer.load_state_dict(theirs)
-    weight = nn.Parameter(torch.full([200], 1.0 + dist.get_rank(), dtype=torch.bfloat16))
+    weight = nn.Parameter(torch.full([200], 1.0, dtype=torch.bfloat16))
     weight.grad_dtype = torch.float32
     weight.grad = torch.ones(200)
     ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=0.5).step()
