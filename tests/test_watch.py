@@ -248,7 +248,7 @@ def test_a_process_compares_the_cuts_of_tp_s_copies_in_its_first_step_also_if_it
 def test_a_sum_over_tp_of_experts_of_which_its_ranks_hold_different_ones_is_refused():
     trainer = make_trainer("--tp 2 --sp --experts 4 --ep 2")
     right = trainer.homes.experts
-    wrong = replace(right, copies_group=trainer.mesh.tp_group)
+    wrong = replace(right, tp_group=trainer.mesh.tp_group)
     trainer.homes = trainer.homes._replace(experts=wrong)
     trainer.placements = [
         replace(row, home=wrong) if row.home is right else row for row in trainer.placements
