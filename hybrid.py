@@ -12,10 +12,10 @@ processes whose coordinates differ on this axis only:
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
 where pp, dp, cp and tp are also the sizes of the axes. tp is innermost, as its ranks send most and
-should share a node. A gradient is summed over the ranks that use the same weight for different
-tokens: those of dp x cp, and those of tp where sequence parallelism (--sp) or experts divide the
-tokens over tp. If the head is tied to the token embedding, their gradient is also summed over the
-first and the last stage.
+should share a node. A gradient is summed over the ranks that hold the same weight and have computed
+different terms of its gradient. These are the ranks of dp x cp, and also those of tp where sequence
+parallelism (--sp) or experts divide the tokens over tp. If the head is tied to the token embedding,
+the first and the last stage sum its gradient, too.
 
 A layer can have experts, which are MLPs of which each token uses only a few. tp does not split
 them, so all ranks that have the layer would hold copies of its experts. Instead, these ranks form
@@ -125,7 +125,8 @@ def plain_groups(pp, dp, tp):
             tp_rank     0   1        0   1          groups of pp   0 4, 1 5, 2 6, 3 7
 
     Collective: each rank creates all groups, in the same order, also those that it is not in. With
-    NCCL, init_process_group() needs a device_id, so that groups connect when they are created.
+    NCCL, pass a device_id to init_process_group(), so that a group connects when it is created.
+    Otherwise it would connect at its first message, and wait for ranks that take no part in it.
     """
     grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
     groups = {}
@@ -232,16 +233,14 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
         for tokens in batches:  # the same on all ranks
             loss = plain_step(stage, optimizer, tokens, microbatches=4, groups=groups)
 
-    tests/tools/plain_train.py trains with it, on 8 processes of torchrun, say.
-    dp divides the B sequences without a remainder, and microbatches those of a dp rank. All loss
-    terms are divided by the number of tokens in the whole batch, so gradients are summed: over
-    microbatches by autograd, and over dp by an all-reduce. Each rank then updates its own weights,
-    for which AdamW needs nothing from other ranks.
+    tests/tools/plain_train.py trains with it. dp divides the B sequences without a remainder, and
+    microbatches those of a dp rank. All loss terms are divided by the number of tokens in the whole
+    batch, so gradients are summed: over microbatches by autograd, and over dp by an all-reduce.
+    Each rank then updates its own weights, for which AdamW needs nothing from other ranks.
 
-    Gradients need no sum over tp. qkv, out, up and down are parts that no other rank of the group
-    has (type V in "derivatives", collectives.py). tokens, positions and head are copies, which the
-    ranks use for the same x, so each copy has the whole gradient (type I). What tp sums in backward
-    are gradients of activations, in copy_to_group().
+    Gradients of weights need no sum over tp. qkv, out, up and down are parts that no other rank of
+    the group has. tokens, positions and head are copies, which the ranks use for the same x, so
+    each copy has the whole gradient. The layers themselves sum gradients of activations over tp.
     """
     dp_rank, dp = rank_and_size(groups["dp"])
     assert len(tokens) % dp == 0, "a rank would have fewer sequences than others"
@@ -273,33 +272,47 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 
 # The other techniques replace (-) or add (+) a few lines each:
 #
-# ZeRO-1   the optimizer's state is divided over dp
-#          -  all_reduce(parameter.grad, group=groups["dp"]), optimizer.step()
+# ZeRO-1   the optimizer's state is divided over dp. zero.py shows how the function `update` takes
+#          the optimizer's place
+#          -  for parameter in stage.parameters():
+#          -      all_reduce(parameter.grad, group=groups["dp"])
+#          -  optimizer.step()
 #          +  sharded_step([*stage.parameters()], update, groups["dp"])
 #          It averages gradients, so loss_fn divides by the number of tokens of one dp rank, and
 #          the sum of losses is divided by dp.
 #
-# cp       an axis of its own. A rank has 1/cp of the positions: of inputs, targets and `positions`
-#          -  the attention in split_attention()
-#          +  simple_allgather_attention(q, k, v, groups["cp"])
+# cp       one more axis, with groups["cp"]. A rank has 1/cp of the positions: of inputs and
+#          targets, and of the parameter `positions`
+#          -  y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  in split_attention()
+#          +  y = simple_allgather_attention(q, k, v, cp_group)
 #          Losses and gradients are summed over dp x cp. The gradient of `positions`, of which each
 #          cp rank has a part, is summed over dp alone.
 #
 # sp       x is (B, T/tp, D) between layers and between stages
-#          +  scatter_to_group(x, 1, tp_group) after the embeddings
-#          +  gather_from_group(x, 1, tp_group) before the head
-#          -  copy_to_group(x, tp_group) in column_linear()
-#          +  all_gather_to_group(x, 1, tp_group)
-#          -  reduce_from_group(y, tp_group) in row_linear()
-#          +  reduce_scatter_to_group(y, 1, tp_group)
-#          In plain_step(), the shape that a stage receives is (B, T/tp, D). If a norm has weights,
-#          each rank of tp uses them for its tokens only, so tp sums their gradients, too.
+#          +  x = scatter_to_group(x, 1, tp_group)  after the embeddings
+#          +  x = gather_from_group(x, 1, tp_group)  before the head
+#          -  copy_to_group(x, group)  in column_linear()
+#          +  all_gather_to_group(x, 1, group)
+#          -  reduce_from_group(F.linear(x, weight), group)  in row_linear()
+#          +  reduce_scatter_to_group(F.linear(x, weight), 1, group)
+#          -  inputs = [number.expand(*x.shape, stage.width) for x in inputs]
+#          +  inputs = [number.expand(len(x), x.size(1) // tp, stage.width) for x in inputs]
+#          If a norm has weights, each rank of tp uses them for its tokens only, so tp sums their
+#          gradients, too.
 #
-# ep       one expert on each dp rank
-#          -  split_mlp(x, self.up, self.down, tp_group)
-#          +  switch_layer(x.flatten(0, 1), router, expert, groups["dp"]).view_as(x)
-#          The router's gradient is summed over dp. An expert's has come from the tokens of all dp
-#          ranks, so plain_step() must not sum it with those of other experts.
+# ep       one expert on each dp rank: its own up and down. PlainLayer also gets the dp_group, and a
+#          router, (dp, D), which is equal on all ranks
+#          -  return x + split_mlp(plain_norm(x), self.up, self.down, self.tp_group)
+#          +  expert = lambda rows: split_mlp(rows, self.up, self.down, self.tp_group)
+#          +  y = switch_layer(plain_norm(x).flatten(0, 1), self.router, expert, self.dp_group)
+#          +  return x + y.view_as(x)
+#          -  for parameter in stage.parameters():
+#          -      all_reduce(parameter.grad, group=groups["dp"])
+#          +  for name, parameter in stage.named_parameters():
+#          +      if not name.endswith(("up", "down")):
+#          +          all_reduce(parameter.grad, group=groups["dp"])
+#          The gradient of an expert has come from the tokens of all dp ranks. The other dp ranks
+#          have other experts, so a sum over dp would add up gradients of different weights.
 #
 # The same holds for what a training run adds:
 #
@@ -311,8 +324,16 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #              also over dp. What all ranks of tp have a copy of counts on one of them, and a tied
 #              weight on one of its stages
 #
+# Where two of them meet:
+#
+# sp, vocabulary   column_linear() of the head gathers x, so gather_from_group() is left out
+# sp, ep           do not combine: the ranks of tp share an expert, and would send it unlike tokens
+# cp, ep           experts' gradients are summed over cp alone
+# ZeRO-1, ep       sharded_step() gets all parameters but experts', whose gradients are divided by
+#                  dp and which a plain optimizer updates
+#
 # One rule covers all of them: sum a gradient over the ranks that hold the same weight and have
-# computed different parts of its gradient.
+# computed different terms of its gradient.
 
 # ==== upper floor =================================================================================
 #
@@ -324,11 +345,11 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     the all-reduces of gradients       wrap(), DDP or FSDP, which start them in backward
 #     the rule for sums                  Home, Trainer.sum_shared_gradients()
 #     plain_groups()                     slices_of(), make_mesh()
-#     plain_weights(), plain_part()      initialize(), set_shard(): a rank draws its parts alone
+#     plain_weights(), plain_part()      initialize(): a rank draws the values of its parts only
 #     PlainStage, PlainLayer             GPT, Block
 #
-# The sections stand in the order in which to read them, and the technique ends at "services". Four
-# words are used in all of them:
+# The technique ends at "services", which has helpers such as need() and on_all_ranks(). Four words
+# are used in all sections:
 #
 #     stage      consecutive layers. The first stage also has the embeddings, the last one the head
 #     chunk      the module of a stage. Some schedules, such as DualPipe, give a rank several chunks
@@ -364,8 +385,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #       Saver.save(), validate()               see there
 
 
-# Steps between collections of cyclic garbage, which main() leaves to train(): Python itself would
-# collect at a different moment on each rank, and a rank that pauses in a step keeps all waiting.
+# Steps between collections of cyclic garbage. Python's own are off (see perform()), as they would
+# come at a different moment on each rank, and a rank that pauses in a step keeps all waiting.
 GARBAGE_EVERY = 50
 
 
@@ -464,18 +485,16 @@ def make_mesh(args, groups=None, device=torch.device("cpu")):
     rank = dist.get_rank()
     groups = {} if groups is None else groups
     gpu = device if over_nccl(args, device) else None
-    for_gradients = set(GRADIENT_GROUPS)
-    if not args.experts:  # layers send nothing over dp_group, so gradients may share it
-        for_gradients.add("dp_group")
     own = {}
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
     for name, slices in slices_of(*degrees).items():
+        # without experts, layers send nothing over dp_group, so it may share a group of gradients
+        carries_gradients = name in GRADIENT_GROUPS or (name == "dp_group" and not args.experts)
         for ranks in map(tuple, slices.tolist()):
             is_alone = len(ranks) == 1
             if is_alone and rank not in ranks:
                 continue  # a group of one is created by its rank alone
-            # up to two groups of the same ranks: for gradients, and for all other messages
-            key = ranks, name in for_gradients and not is_alone
+            key = (ranks, carries_gradients and not is_alone)
             if key not in groups:
                 groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
             if rank in ranks:
@@ -488,37 +507,6 @@ def make_mesh(args, groups=None, device=torch.device("cpu")):
     return Mesh(**own)
 
 
-def over_nccl(args, device):
-    """Return whether messages go over NCCL, for which each process needs a GPU of its own."""
-    return device.type == "cuda" and args.device != "shared"
-
-
-def make_group(ranks, timeout, gpu=None):
-    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
-
-    On a GPU it has NCCL, on a stream of high priority, so that messages do not wait for kernels of
-    the computation. Otherwise, and if it has one rank, it has the backend of the world, gloo.
-    """
-    is_alone = len(ranks) == 1
-    if is_alone or gpu is None:
-        return dist.new_group(ranks, timeout, use_local_synchronization=is_alone)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # new_group() warns if it differs
-    return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
-
-
-def ranks_on_one_node(slices, per_node):
-    """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
-
-    Copies of a weight get equal bits only if all groups of an axis sum in the same order, which
-    depends on this number. With tp 4 and 6 ranks per node, ranks 0 to 3 share a node and 4 to 7 are
-    on two, so it is 1 for both groups.
-    """
-    nodes = slices // per_node
-    sizes = {size for row in nodes.tolist() for size in Counter(row).values()}
-    return min(sizes) if len(sizes) == 1 else 1
-
-
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     """Cut the grid (pp, dp, cp, tp) into groups. Return {name in Mesh: ranks}, one row per group.
 
@@ -527,49 +515,49 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         it is gcd(replicate, size of the group).
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-    dp_cp_groups = differing(grid, 1, 2)
+    dp_cp_groups = along(grid, 1, 2)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # An ep_group is a run of in_dp_cp neighbours of dp x cp, each with a run of in_tp neighbours of
-    # tp. With tp 2 and ep 4 on 8 ranks, both are 2, and the groups are 0 1 2 3 and 4 5 6 7. Dims of
-    # `runs`: 0 pp, 1 which run of dp x cp, 2 where in it, 3 which run of tp, 4 where in it.
-    in_tp = math.gcd(ep, tp)
-    in_dp_cp = ep // in_tp
-    runs = grid.view(pp, dp * cp // in_dp_cp, in_dp_cp, tp // in_tp, in_tp)
-    ep_groups = differing(runs, 2, 4)
-    expert_dp_groups = differing(runs, 1)
+    # For experts, dp x cp is cut into blocks of `width` ranks, and tp into blocks of `depth`. One
+    # block of each makes an ep_group. With tp 2 and ep 4 on 8 ranks, both are 2, and the ep_groups
+    # are 0 1 2 3 and 4 5 6 7. Dims: pp, block of dp x cp, place in it, block of tp, place in it.
+    depth = math.gcd(ep, tp)
+    width = ep // depth
+    blocks = grid.view(pp, dp * cp // width, width, tp // depth, depth)
+    ep_groups = along(blocks, 2, 4)  # all places of two blocks
+    expert_dp_groups = along(blocks, 1)  # the same place in each block of dp x cp
     expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
     return {
-        "pp_group": differing(grid, 0),
-        "dp_group": differing(grid, 1),
-        "cp_group": differing(grid, 2),
-        "tp_group": differing(grid, 3),
+        "pp_group": along(grid, 0),
+        "dp_group": along(grid, 1),
+        "cp_group": along(grid, 2),
+        "tp_group": along(grid, 3),
         "dp_cp_group": dp_cp_groups,
-        "shard_group": runs_of(dp_cp_groups, replicate),
-        "replicate_group": across_runs(dp_cp_groups, replicate),
+        "shard_group": neighbours(dp_cp_groups, replicate),
+        "replicate_group": counterparts(dp_cp_groups, replicate),
         "ep_group": ep_groups,
         "expert_dp_group": expert_dp_groups,
-        "expert_shard_group": runs_of(expert_dp_groups, expert_replicate),
-        "expert_replicate_group": across_runs(expert_dp_groups, expert_replicate),
-        "expert_tp_group": differing(runs, 3),
-        "embedding_group": differing(ends, 0),
-        "node_group": runs_of(ep_groups, ep_nodes),
-        "cross_group": across_runs(ep_groups, ep_nodes),
+        "expert_shard_group": neighbours(expert_dp_groups, expert_replicate),
+        "expert_replicate_group": counterparts(expert_dp_groups, expert_replicate),
+        "expert_tp_group": along(blocks, 3),
+        "embedding_group": along(ends, 0),
+        "node_group": neighbours(ep_groups, ep_nodes),
+        "cross_group": counterparts(ep_groups, ep_nodes),
     }
 
 
-def differing(grid, *dims):
-    """Return a row for each group: the ranks that differ on these dims of the grid only."""
-    at_end = range(-len(dims), 0)
-    return grid.movedim(dims, tuple(at_end)).flatten(-len(dims)).flatten(0, -2)
+def along(grid, *dims):
+    """Return a row for each group along these dims: ranks whose other coordinates are equal."""
+    last = range(-len(dims), 0)
+    return grid.movedim(dims, tuple(last)).flatten(-len(dims)).flatten(0, -2)
 
 
-def runs_of(groups, count):
-    """Cut each group into `count` runs of neighbours. For 2, 0 2 4 6 becomes 0 2 and 4 6."""
+def neighbours(groups, count):
+    """Cut each group into `count` groups of neighbours. With 2, 0 2 4 6 becomes 0 2 and 4 6."""
     return groups.reshape(-1, groups.shape[1] // count)
 
 
-def across_runs(groups, count):
-    """Group the first ranks of all runs, the second, and so on. 0 2 4 6 becomes 0 4 and 2 6."""
+def counterparts(groups, count):
+    """Group the first of all neighbours(), the second, and so on. 0 2 4 6 becomes 0 4 and 2 6."""
     return groups.unflatten(1, (count, -1)).mT.flatten(0, 1)
 
 
@@ -578,14 +566,16 @@ def across_runs(groups, count):
 # Four words say how much of a parameter is meant:
 #
 #     whole      a parameter as one process would have it
-#     part       the rows, columns or experts of a whole that tp or ep gives to a rank. A Shard says
-#                which they are. If nothing splits a parameter, the part is the whole
+#     part       the rows, columns or experts of a whole that tp or ep gives to a rank. If nothing
+#                splits a parameter, the part is the whole
 #     shard      an equal share of a flat tensor into which ZeRO packs the parts of many parameters
 #     piece      the elements of one part that lie in this rank's shard, possibly none
 #
-# A gradient is summed over the ranks that have the same part and have used it for other tokens.
-# Weights are stored as (outputs, inputs), so a column-parallel layer splits rows. In braces are the
-# ranks for rank 0 of 8 with `--pp 2 --tp 2 --sp`, so that dp is 2:
+# tensor_parallel.py follows PyTorch: its class Shard describes a part, and set_shard() makes one.
+#
+# A gradient is summed over the ranks that hold the same part and have computed different terms of
+# its gradient. Weights are (outputs, inputs), so a column-parallel layer splits rows. In braces are
+# the ranks for rank 0 of 8 with `--pp 2 --tp 2 --sp`, so that dp is 2:
 #
 #     parameter                  split over            its gradient is summed over
 #     wte, lm_head               tp {0 1}, by rows     dp x cp {0 2}, and if tied, both stages {0 4}
@@ -603,10 +593,10 @@ def across_runs(groups, count):
 #     set_shard()           its part, in tensor_parallel.py; for experts, make_moe() does
 #     mark_sum_over_tp()    that its gradient is summed over tp
 #     declare()             its initial value, and whether it belongs to experts
-#     GPT.copies            which name is a copy of a tied weight
+#     GPT.tied              that the head has the embedding's weight
 #
-# placements_of() collects them in Placements. Initial values, wrapping, sums, the norm and
-# checkpoints read these.
+# placements_of() collects them in Placements, for initial values, ZeRO's groups, the sums over tp
+# and of the tied weight, the norm, and checkpoints.
 
 
 @dataclass(frozen=True, eq=False)
@@ -614,7 +604,7 @@ class Home:
     """The groups of one kind of parameter. Experts have one Home, and all others have another."""
 
     split_group: dist.ProcessGroup  # its ranks have different parts
-    copies_group: dist.ProcessGroup  # ranks of tp, which have copies of what they do not split
+    tp_group: dist.ProcessGroup  # ranks of tp that have the same part, if they do not split it
     dp_cp_group: dist.ProcessGroup  # ranks of dp x cp that have the same part
     shard_group: dist.ProcessGroup  # over its ranks ZeRO cuts a part
     replicate_group: dist.ProcessGroup  # its ranks have the same shard
@@ -630,13 +620,12 @@ class Homes(NamedTuple):
 def homes_of(mesh):
     """Return the Homes of a Mesh."""
     dense = Home(
-        split_group=mesh.tp_group, copies_group=mesh.tp_group, dp_cp_group=mesh.dp_cp_group,
+        split_group=mesh.tp_group, tp_group=mesh.tp_group, dp_cp_group=mesh.dp_cp_group,
         shard_group=mesh.shard_group, replicate_group=mesh.replicate_group,
     )  # fmt: skip
     experts = Home(
-        split_group=mesh.ep_group, copies_group=mesh.expert_tp_group,
-        dp_cp_group=mesh.expert_dp_group, shard_group=mesh.expert_shard_group,
-        replicate_group=mesh.expert_replicate_group,
+        split_group=mesh.ep_group, tp_group=mesh.expert_tp_group, dp_cp_group=mesh.expert_dp_group,
+        shard_group=mesh.expert_shard_group, replicate_group=mesh.expert_replicate_group,
     )  # fmt: skip
     return Homes(dense, experts)
 
@@ -662,20 +651,30 @@ def declare(module, is_expert=False, **initial):
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where a parameter or buffer of this rank lives, and what it begins with."""
+    """Where a parameter or buffer of this rank lives, and what it begins with.
 
-    name: str  # in the whole model. A copy of a tied weight has the name of the original
+    Originals count in the norm of the gradients and are saved. Other chunks may have copies:
+
+                                               is_tied  is_original  counts on
+        split over tp, or an expert            no       yes          all ranks of split_group
+        not split                              no       yes          the first rank of split_group
+        the token embedding, if head is tied   yes      yes          all ranks of split_group
+        a tied head on another stage           yes      no           no rank
+        all of DualPipe's second replica       as above no           no rank
+    """
+
+    name: str  # in the whole model. A tied head has the embedding's
     module: nn.Module  # has it as its `attribute`, which ZeRO replaces by this rank's piece
     attribute: str
     chunk: int  # the number of its chunk
     initial: object  # its initial value, see declare()
     home: Home
-    shard: Shard | None  # which part of the whole this rank has; None for all of it
-    sum_over_tp: bool  # whether home.copies_group sums its gradient, see mark_sum_over_tp()
-    is_tied: bool  # embedding and head share it. If two stages have it, they sum its gradient
-    is_copy: bool  # another chunk has the original, which counts in the norm and is saved
+    part: Shard | None  # which part of the whole this rank has; None for all of it
+    sum_over_tp: bool  # whether home.tp_group sums its gradient, see mark_sum_over_tp()
+    is_tied: bool  # embedding and head share it. If two chunks have it, they sum its gradient
+    is_original: bool  # False if another chunk has the original
     is_buffer: bool  # a buffer, such as the bias of a router
-    is_saved: bool  # checkpoints hold it
+    is_saved: bool  # checkpoints hold it, unlike buffers that are not persistent
 
     @property
     def tensor(self):
@@ -683,9 +682,9 @@ class Placement:
 
     @property
     def counts(self):
-        """Whether this rank counts it in the norm. What is not split counts on one rank of tp."""
+        """Whether this rank counts it in the norm."""
         is_first = dist.get_rank(self.home.split_group) == 0
-        return not self.is_copy and (self.shard is not None or is_first)
+        return self.is_original and (self.part is not None or is_first)
 
 
 def placements_of(chunks, homes, replicated):
@@ -697,28 +696,28 @@ def placements_of(chunks, homes, replicated):
     placements = []
     for number, chunk in enumerate(chunks):
         buffers = dict(chunk.named_buffers())
-        saved = chunk.state_dict()  # which lacks the buffers that are not persistent
+        saved = chunk.state_dict()
         for name in [*dict(chunk.named_parameters()), *buffers]:
             path, _, attribute = name.rpartition(".")
             module = chunk.get_submodule(path)
             initial = getattr(module, "initial", {})
             need(attribute in initial, f"{name} has no initial value: see declare()")
-            original = chunk.copies.get(name, name)
-            row = Placement(
+            original = chunk.tied.get(name, name)
+            placement = Placement(
                 name=original,
                 module=module,
                 attribute=attribute,
                 chunk=number,
                 initial=initial[attribute],
                 home=homes.experts if module.is_expert else homes.dense,
-                shard=getattr(module, "shards", {}).get(attribute),
+                part=getattr(module, "shards", {}).get(attribute),
                 sum_over_tp=attribute in getattr(module, "sums_over_tp", ()),
-                is_tied=original in chunk.copies.values(),
-                is_copy=name in chunk.copies or (replicated and number == 1),
+                is_tied=original in chunk.tied.values(),
+                is_original=name == original and not (replicated and number == 1),
                 is_buffer=name in buffers,
                 is_saved=name in saved,
             )
-            placements.append(row)
+            placements.append(placement)
     return placements
 
 
@@ -735,7 +734,7 @@ class Trainer:
     chunks: a GPT for each stage that this rank has.
     unique_chunks: the same without those of DualPipe's second replica.
     placements: a Placement for each parameter and buffer of the chunks.
-    mixtures: {row in sum_tallies(): MoE} of the chunks' mixtures of experts.
+    mixtures: see mixtures_of().
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
     steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
@@ -752,44 +751,41 @@ class Trainer:
         self.positions = torch.arange(args.seq_len)
         if args.cp > 1:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
-        deferred = WeightGradStore()
+        deferred = WeightGradStore()  # for schedules that put off the gradients of weights
         self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
         self.unique_chunks = self.chunks[:1] if self.replicated else self.chunks
         self.homes = homes_of(mesh)
         self.placements = on_all_ranks(placements_of, self.chunks, self.homes, self.replicated)
         initialize(self.placements, args.seed)
-        self.mixtures = {}
-        for chunk in self.chunks:
-            for i, layer in chunk.transformer["h"].items():
-                if isinstance(layer.mlp, MoE):  # with --moe-every 2, layers 1, 3, 5: rows 0, 1, 2
-                    self.mixtures[int(i) // args.moe_every] = layer.mlp
+        self.mixtures = mixtures_of(self.chunks, args.moe_every)
         self.stages = wrap(args, self.homes, self.chunks, self.placements)
         self.optimizer = make_optimizer(args, self.parameters())
-        rows = args.batch_size // (args.dp * args.microbatches)
-        # Inside a stage, activations are (T, B, D): positions come first, because sp divides dim 0.
-        shape = len(self.chunks[0].positions), rows, args.hidden
+        # Between layers, activations are (T, B, D): positions come first, as sp divides dim 0.
+        num_positions = len(self.chunks[0].activation_positions)
+        num_sequences = args.batch_size // (args.dp * args.microbatches)
+        shape = num_positions, num_sequences, args.hidden
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
         options = {"group": mesh.pp_group, "shape": shape, "dtype": dtype, "device": device}
         evaluation = forward_only(args.pp, args.microbatches, schedule.routes[0])
-        stages = self.stages[: len(self.unique_chunks)]
-        self.evaluation = Pipeline(stages, evaluation, self.loss, **options)
+        unique_stages = self.stages[: len(self.unique_chunks)]
+        self.evaluation = Pipeline(unique_stages, evaluation, self.loss, **options)
         self.pipeline = Pipeline(
             self.stages, schedule, self.loss, **options, defer=deferred,
             # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all
             sync_each=args.zero > 1,
         )  # fmt: skip
-        if args.overlap:
+        if args.overlap:  # where tokens travel, a forward hands over to a backward, and vice versa
             for mixture in self.mixtures.values():
                 mixture.hand_over = self.pipeline.turns.hand_over
 
     def parameters(self, home=None):
         """Return this rank's parameters, or ZeRO's pieces of them: all, or those of one Home."""
-        rows = [row for row in self.placements if not row.is_buffer]
-        return [row.tensor for row in rows if home is None or row.home is home]
+        parameters = [placement for placement in self.placements if not placement.is_buffer]
+        return [each.tensor for each in parameters if home is None or each.home is home]
 
     def originals(self):
-        """Return the Placements that are not copies: what is saved and counted."""
-        return [row for row in self.placements if not row.is_copy]
+        """Return the Placements of originals, which are saved."""
+        return [placement for placement in self.placements if placement.is_original]
 
     def step(self, inputs, targets):
         """Take one optimizer step on this rank's inputs and targets, (batch_size / dp, seq_len).
@@ -859,18 +855,27 @@ class Trainer:
         return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):
-        """Sum the gradients of a weight's copies where each copy has only part of the gradient."""
+        """Sum gradients over copies of a weight, each of which has only some terms of its gradient.
+
+        The sums over dp x cp have ended. The order of these three changes nothing but rounding. Of
+        a tied weight, a rank has
+
+            2 copies    it has the first stage and the last, as in zb-v or DualPipe
+            1 copy      it has one of them, and the other rank of embedding_group the other
+            1 copy      pp is 1: embedding and head share it, and embedding_group is this rank alone
+            no copy     it is in the middle of the pipeline
+        """
         for home in self.homes:
-            own = [row for row in self.placements if row.sum_over_tp and row.home is home]
-            shards = {row.tensor: row.shard for row in own}
-            sum_gradients_over_tp(shards, home.copies_group, check=not self.has_stepped)
+            marked = [each for each in self.placements if each.sum_over_tp and each.home is home]
+            parts = {placement.tensor: placement.part for placement in marked}
+            sum_gradients_over_tp(parts, home.tp_group, check=not self.has_stepped)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
-        tied = [row.tensor.grad.detach() for row in self.placements if row.is_tied]
-        if len(tied) == 2:  # embedding and head are on the same rank
+        tied = [each.tensor.grad.detach() for each in self.placements if each.is_tied]
+        if len(tied) == 2:
             tied[0].add_(tied[1])
             tied[1].copy_(tied[0])
-        elif tied:  # one weight, in a group of one if pp is 1; else one of its two copies
+        elif len(tied) == 1:
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
     def clip_gradients(self):
@@ -885,8 +890,8 @@ class Trainer:
         """Return the norm of the model's gradients, in which each weight counts once."""
         norms = []
         for home in self.homes:
-            own = [row for row in self.placements if row.home is home and not row.is_buffer]
-            counted = [row.tensor.grad for row in own if row.counts]
+            own = [each for each in self.placements if each.home is home and not each.is_buffer]
+            counted = [placement.tensor.grad for placement in own if placement.counts]
             # squares are summed over ranks with different elements: ZeRO's shards, then parts
             groups = [home.shard_group] if self.args.zero else []
             groups.append(home.split_group)
@@ -906,8 +911,8 @@ class Trainer:
         elif is_finite:  # for which the host waits
             self.optimizer.step()
         if self.args.balance == "bias":
-            for row, layer in self.mixtures.items():
-                loads = tallies[row, : layer.num_experts]
+            for number, layer in self.mixtures.items():
+                loads = tallies[number, : layer.num_experts]
                 layer.router.update_bias(loads * is_finite)  # loads that are all 0 change no bias
 
     def batch_of(self, data, step, part="train"):
@@ -916,13 +921,13 @@ class Trainer:
         return data.batch(step, args.batch_size, args.seq_len, args.seed, self.own_rows(), part)
 
     def own_rows(self):
-        """Return the slice of this rank's rows in the global batch."""
-        rows = self.args.batch_size // self.args.dp
-        begin = dist.get_rank(self.mesh.dp_group) * rows
-        return slice(begin, begin + rows)
+        """Return the slice of this rank's sequences in the global batch."""
+        count = self.args.batch_size // self.args.dp
+        begin = dist.get_rank(self.mesh.dp_group) * count
+        return slice(begin, begin + count)
 
     def own_tokens(self, *batches):
-        """Copy this rank's positions of (rows, seq_len) batches to the device in one transfer."""
+        """Copy this rank's positions of batches (B, seq_len) to the device in one transfer."""
         tokens = torch.stack(batches)[:, :, self.positions]
         if self.device.type == "cuda":
             tokens = tokens.pin_memory()  # so that the host need not wait for the copy
@@ -936,24 +941,31 @@ def seed_dropout(seed, step, mesh):
     torch.manual_seed(int(sequence.generate_state(1)[0]))
 
 
+def mixtures_of(chunks, moe_every):
+    """Return {number: MoE} of the chunks. Numbers count the whole model's layers with experts.
+
+    With --moe-every 2, layers 1, 3 and 5 have the mixtures 0, 1 and 2.
+    """
+    mixtures = {}
+    for chunk in chunks:
+        for i, layer in chunk.transformer["h"].items():
+            if isinstance(layer.mlp, MoE):
+                mixtures[int(i) // moe_every] = layer.mlp
+    return mixtures
+
+
 @torch.no_grad()
 def sum_tallies(mixtures, args, mesh, device):
-    """Return a row for each layer with experts: its tally, summed over ranks. Reset the tallies."""
+    """Return the tallies of all mixtures, summed over ranks. Reset this rank's own."""
     sizes = args.layers // args.moe_every, args.experts + 3  # those of RouterLosses.tally
     tallies = torch.zeros(sizes, dtype=torch.float64, device=device)
-    for row, layer in mixtures.items():
-        tallies[row].copy_(layer.losses.tally)
+    for number, layer in mixtures.items():
+        tallies[number].copy_(layer.losses.tally)
         layer.losses.tally.zero_()
     if args.experts:
         for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
             all_reduce(tallies, group=group)
     return tallies
-
-
-def check_vocabulary(inputs, targets, size):
-    """Raise TrainingError if a token of the batch is outside the vocabulary. Collective."""
-    if any_rank(max(inputs.max().item(), targets.max().item()) >= size):
-        raise TrainingError(f"--data: a token is outside --vocab-size {size}")
 
 
 # ---- what a step works with ----------------------------------------------------------------------
@@ -963,8 +975,8 @@ def check_vocabulary(inputs, targets, size):
 #     make_chunks()     one chunk: a GPT with the embeddings and layers 0 and 1 of 4, and of each
 #                       matrix the half that tp gives to rank 0. It has no values yet
 #     placements_of()   a Placement for each of its parameters. That of wte.weight says: chunk 0,
-#                       home dense, shard Shard(0, (256,), tp_group), is_tied, initial Normal()
-#     initialize()      their values
+#                       home dense, part Shard(0, (256,), tp_group), is_tied, initial Normal()
+#     initialize()      their values. A rank has memory for its whole chunks up to here
 #     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. From here on its
 #                       parameters are pieces, which together have half of its elements
 #     make_optimizer()  AdamW, which updates the pieces
@@ -973,14 +985,14 @@ def check_vocabulary(inputs, targets, size):
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
 }  # fmt: skip
-WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.v is None]  # --chunks per rank
-WITH_PAIRS = ["dualpipe", "dualpipe-v"]  # may compute a forward and a backward together: --overlap
 
 
 def make_chunks(args, mesh, device, routes, positions, deferred):
     """Create this rank's chunks, whose parameters have memory but no values.
 
-    routes: those of the schedule. deferred: a WeightGradStore.
+    routes: those of the schedule.
+    deferred: a WeightGradStore. With a zero-bubble schedule, linear layers leave the products for
+        their weights' gradients there in backward, and the schedule says when to compute them.
     """
 
     def attention_over_cp(q, k, v, dropout):  # dropout is 0, as check() excludes it with cp
@@ -1024,19 +1036,20 @@ def stages_of(rank, routes):
 
 def wrap(args, homes, chunks, placements):
     """Wrap each chunk in DDP or in ZeRO's class, which sum its gradients over dp x cp."""
-    weights = [row for row in placements if not row.is_buffer]
+    weights = [placement for placement in placements if not placement.is_buffer]
     if args.zero:
         return wrap_in_zero(args, homes, chunks, weights)
-    groups = {row.tensor: row.home.dp_cp_group for row in weights if row.home is homes.experts}
-    stages = []
+    of_experts = [weight.tensor for weight in weights if weight.home is homes.experts]
+    groups = dict.fromkeys(of_experts, homes.experts.dp_cp_group)
+    wrapped = []
     for chunk in chunks:
-        stage = DistributedDataParallel(
+        ddp = DistributedDataParallel(
             chunk, process_group=homes.dense.dp_cp_group, groups=groups, broadcast_buffers=False,
             gradient_as_bucket_view=True,  # no gradient is used after its step
             gradient_divide_factor=1, wait_in_backward=False,
         )  # fmt: skip
-        stages.append(stage)
-    return stages
+        wrapped.append(ddp)
+    return wrapped
 
 
 def wrap_in_zero(args, homes, chunks, weights):
@@ -1045,26 +1058,24 @@ def wrap_in_zero(args, homes, chunks, weights):
     With bf16, gradients are summed in fp32, over microbatches and over ranks. A router's weight is
     in fp32 everywhere.
     """
-    groups = {}
-    for row in weights:
-        if row.home is homes.experts:
-            groups[row.tensor] = row.home.shard_group, row.home.replicate_group
+    of_experts = [weight.tensor for weight in weights if weight.home is homes.experts]
+    own_groups = homes.experts.shard_group, homes.experts.replicate_group
     dtypes = {}
     if args.dtype == "bf16":
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     apart = packed_apart(args, homes, weights)
     under_way = deque()  # sums that have begun. Chunks share it, to advance each other's
-    stages = []
+    wrapped = []
     for chunk in chunks:
-        stage = FullyShardedDataParallel(
+        fsdp = FullyShardedDataParallel(
             chunk, units=chunk.transformer["h"].values(), stage=args.zero,
             process_group=homes.dense.shard_group, replicate_group=homes.dense.replicate_group,
-            groups=groups, apart=apart, **dtypes,
+            groups=dict.fromkeys(of_experts, own_groups), apart=apart, **dtypes,
             own_dtype=[m.weight for m in chunk.modules() if isinstance(m, Router)],
             gradient_divide_factor=1, wait_in_backward=False, under_way=under_way,
         )  # fmt: skip
-        stages.append(stage)
-    return stages
+        wrapped.append(fsdp)
+    return wrapped
 
 
 def packed_apart(args, homes, weights):
@@ -1080,9 +1091,12 @@ def packed_apart(args, homes, weights):
     So weights that tp splits are packed apart from those that it does not split. The tied weight is
     packed apart because its two stages have different weights beside it.
     """
-    dense = [row for row in weights if row.home is homes.dense]  # ep divides experts evenly
-    split = [row.tensor for row in dense if row.shard is not None and args.tp > 1]
-    return {*split, *(row.tensor for row in dense if row.is_tied)}
+    apart = set()
+    for weight in weights:
+        is_split = weight.part is not None and args.tp > 1
+        if weight.home is homes.dense and (is_split or weight.is_tied):  # ep divides evenly
+            apart.add(weight.tensor)
+    return apart
 
 
 # ---- the optimizer -------------------------------------------------------------------------------
@@ -1108,12 +1122,11 @@ def make_optimizer(args, parameters):
 
 
 def adamw(args, groups):
-    """Create AdamW. Another optimizer may stand here instead.
+    """Create AdamW. Another optimizer that updates each element by itself may stand here instead.
 
-    It must update each element by itself, unless nothing is cut. All that it keeps from step to
-    step must be in its state: tensors that have their weight's shape, and "step", the number of
-    steps. Checkpoints have nothing else, see require_savable(). If its option `fused` is true, its
-    step() must change nothing where found_inf is 1, see update().
+    Its state must be tensors of their weight's shape, and "step", the number of steps. Checkpoints
+    have nothing else, see require_savable(). If it is fused, its step() must change nothing where
+    found_inf is 1, see update().
     """
     dtype = torch.bfloat16 if args.moments == "bf16" else torch.get_default_dtype()
     return AdamW(
@@ -1241,7 +1254,7 @@ class Parallel(NamedTuple):
     tp_group: dist.ProcessGroup | None = None  # the ranks that split the layers
     random: AbstractContextManager = nullcontext()  # in it, the ranks of tp draw different masks
     attention_fn: Callable = attention  # attention_fn(q, k, v, dropout probability)
-    defer: WeightGradStore | None = None  # to which linear layers defer products, if any
+    defer: WeightGradStore | None = None  # the `deferred` of make_chunks(), if any
     make_moe: Callable | None = None  # make_moe() creates the mixture of experts of a layer
 
 
@@ -1372,19 +1385,6 @@ def make_moe(args, mesh):
     return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
 
 
-def parts_of_experts(args):
-    """Return the default of --expert-parts, the same on all ranks.
-
-    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
-    message still take far longer than its start.
-    """
-    rows = args.batch_size // (args.dp * args.microbatches)
-    tokens = rows * args.seq_len // (args.cp * args.tp)
-    itemsize = 2 if args.dtype == "bf16" else 4
-    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
-    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
-
-
 class GPT(nn.Module):
     """One stage of a GPT. Its layers are numbered as in the whole model.
 
@@ -1395,7 +1395,8 @@ class GPT(nn.Module):
     parallel: a Parallel.
     positions: the T positions of each sequence that this rank of cp holds.
     layers: the range of its layers.
-    copies: {name of the tied weight's copy: name of the original}, whichever stages have them.
+    activation_positions: those of its activations between layers, with sp T/tp of the T.
+    tied: {name of a tied head's weight: that of the embedding}, whichever stages have them.
     vocab_start: the first column of the logits of the last stage on this rank of tp.
     """
 
@@ -1404,7 +1405,7 @@ class GPT(nn.Module):
         self.config, self.parallel = config, parallel
         self.is_first = is_first
         self.is_last = is_last
-        self.copies = {"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {}
+        self.tied = {"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {}
         self.rotary = None
         if config.is_llama:
             self.rotary = RotaryPositions(config.hidden // config.heads, config.rope_theta)
@@ -1435,7 +1436,7 @@ class GPT(nn.Module):
         if self.is_first:
             x = self.transformer["wte"](x.t())
             if not self.config.is_llama:
-                x = x + self.transformer["wpe"](self.positions).unsqueeze(1)
+                x = x + self.transformer["wpe"](self.activation_positions).unsqueeze(1)
             x = residual_dropout(x, self.config, self.parallel.random, self.training)
         layers = list(self.transformer["h"].values())
         if self.config.recompute == "full":
@@ -1451,13 +1452,13 @@ class GPT(nn.Module):
         return x
 
     def set_positions(self, positions):
-        """Set which positions a sequence's tokens have. With sp, keep those of this rank of tp."""
+        """Set the T positions. With sp, this rank of tp has a chunk of them between layers."""
         if self.rotary:
             self.rotary.set_positions(positions)
-        self.positions = positions
+        self.activation_positions = positions
         if self.config.sp:
             rank, tp = rank_and_size(self.parallel.tp_group)
-            self.positions = positions.chunk(tp)[rank]
+            self.activation_positions = positions.chunk(tp)[rank]
 
 
 # ---- what layers cost, and how stages share them -------------------------------------------------
@@ -1466,27 +1467,29 @@ class GPT(nn.Module):
 def divide_layers(config, routes):
     """Return the range of each stage's layers, chosen so that the costliest rank costs least.
 
-    Every layer counts as 1, the mean cost of a layer, and the last stage starts with the cost of
-    the head. Each stage between the first and the last gets one layer. Each other layer is given to
-    the rank that costs least so far, and there to the cheapest stage. Among equal stages the last
-    one gets it, since earlier ones keep the activations of more microbatches. If the head costs as
-    much as 1.1 layers, 4 stages get 8, 8, 8 and 6 of 30 layers. routes: see stages_of().
+    A layer costs 1 on average, and the last stage also has the head. Each stage between the first
+    and the last gets one layer. Each other layer is given to the rank that costs least so far, and
+    there to the cheapest stage. Among equal stages the last one gets it, since earlier ones keep
+    the activations of more microbatches. If the head costs as much as 1.1 layers, 4 stages get 8,
+    8, 8 and 6 of 30 layers. routes: see stages_of().
     """
-    stages = range(len(routes[0]))
-    # the ranks that have a stage: two with DualPipe
-    holders = [frozenset(rank for rank, _ in places) for places in zip(*routes)]
-    passes = 4 if config.recompute == "full" else 3  # forward 1, backward 2, recomputation 1
-    sizes = [0 if stage in (stages[0], stages[-1]) else 1 for stage in stages]
-    costs = [float(size) for size in sizes]
-    # the head is never recomputed
+    num_stages = len(routes[0])
+    sizes = [1] * num_stages
+    sizes[0] = sizes[-1] = 0
+    costs = [*sizes]
+    # forward takes 1 pass, backward 2, and recomputation 1, of which the head needs none
+    passes = 4 if config.recompute == "full" else 3
     costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
-    of_holders = Counter({holders[-1]: costs[-1]})
-    of_holders.update(holder for holder, size in zip(holders, sizes) if size)
+    beside = [stages_of(rank, routes) for rank, _ in routes[0]]  # {stage: those of its rank}
+
+    def preference(stage):
+        cost_of_rank = sum(costs[other] for other in beside[stage])
+        return cost_of_rank, costs[stage], -stage
+
     for _ in range(config.layers - sum(sizes)):
-        stage = min(stages, key=lambda stage: (of_holders[holders[stage]], costs[stage], -stage))
+        stage = min(range(num_stages), key=preference)
         sizes[stage] += 1
         costs[stage] += 1
-        of_holders[holders[stage]] += 1
     ends = itertools.accumulate(sizes)
     return [range(end - size, end) for end, size in zip(ends, sizes)]
 
@@ -1517,30 +1520,31 @@ def flops_of_head(config):
     return 2 * config.hidden * config.vocab_size
 
 
-def flops_per_token(config):
-    """Return the FLOPs of forward and backward per token. Recomputation does not count."""
-    return 3 * (flops_of_layers(config) + flops_of_head(config))
-
-
-# ---- initial values, and where a part lies in the whole ------------------------------------------
+# ---- initial values ------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def initialize(placements, seed):
     """Give this rank's part of every parameter and buffer its initial value.
 
-    Numbers depend on the seed, the parameter's name and the row of the whole, never on the layout.
+    Normal numbers depend on the seed, on the parameter's name and on their row of the whole, or
+    their column in a matrix whose columns tp splits. They never depend on the layout.
     """
-    for row in placements:
-        tensor = row.tensor
-        if not isinstance(row.initial, Normal):
-            tensor.fill_(row.initial)
+    for placement in placements:
+        tensor = placement.tensor
+        if not isinstance(placement.initial, Normal):
+            tensor.fill_(placement.initial)
             continue
-        dim = row.shard.dim if row.shard else 0
-        _, views = views_in_whole(tensor, tensor, row.shard)
-        for first_index, view in views.items():
-            rows = view.movedim(dim, 0)  # along the dim that is split
-            rows.copy_(normal(rows.shape, row.initial.std, f"{seed} {row.name}", first_index[dim]))
+        dim = 0
+        runs = [(0, len(tensor))]  # first row in the whole, number of rows
+        if placement.part is not None:
+            dim = placement.part.dim
+            runs = placement.part.runs()
+        key = f"{seed} {placement.name}"
+        rows = tensor.movedim(dim, 0)
+        own_runs = rows.split([count for _, count in runs])
+        for own, (first_row, _) in zip(own_runs, runs):
+            own.copy_(normal(own.shape, placement.initial.std, key, first_row))
 
 
 def normal(shape, std, key, offset=0):
@@ -1565,85 +1569,12 @@ def normal(shape, std, key, offset=0):
     return value.mul_(std)
 
 
-def views_in_whole(parameter, tensor, shard=None):
-    """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
-
-    A box is a rectangular block. A piece, a range of a flattened part, is cut into boxes of the
-    part, and each box gets its index in the whole. Here rank 0 has rows 0, 1 and 4 of a whole of
-    (6, 2), as in Shard's example:
-
-        row of the whole    part of rank 0    piece with offset 1    its boxes, {index: shape}
-        0                   0 1               . 1                    (0, 1): (1, 1)
-        1                   2 3               2 3                    (1, 0): (1, 2)
-        4                   4 5               4 5                    (4, 0): (1, 2)
-
-    parameter: a part that lies where `shard` says, the whole if that is None, or a piece of it.
-    tensor: the parameter, or a tensor of the same layout, such as a moment.
-    """
-    shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
-    begin = getattr(parameter, "offset", 0)
-    rest = tensor.detach().view(-1)
-    views = {}
-    for index, sizes in boxes_between(shape, begin, begin + len(rest)):
-        size = math.prod(sizes)
-        views |= boxes_in_whole(index, rest[:size].view(sizes), shard)
-        rest = rest[size:]
-    if shard is None:
-        return shape, views
-    return (*shape[: shard.dim], sum(shard.blocks), *shape[shard.dim + 1 :]), views
-
-
-def boxes_between(shape, begin, end):
-    """Cut elements begin:end of a flattened tensor into boxes. Yield each as (first index, sizes).
-
-        shape (4, 2), 1:7      . 1       the rest of row 0     (0, 1), (1, 1)
-                               2 3       whole rows            (1, 0), (2, 2)
-                               4 5
-                               6 .       the start of row 3    (3, 0), (1, 1)
-    """
-    if not shape and begin < end:  # a number
-        yield (), ()
-        return
-    size = math.prod(shape[1:])  # of a row, which may be a matrix
-    while begin < end:
-        row, offset = divmod(begin, size)
-        count = (end - begin) // size
-        if offset == 0 and count > 0:  # whole rows
-            yield (row, *[0] * (len(shape) - 1)), (count, *shape[1:])
-            begin += count * size
-        else:  # some elements of one row, which are cut in the same way
-            row_end = min(end - row * size, size)
-            for index, sizes in boxes_between(shape[1:], offset, row_end):
-                yield (row, *index), (1, *sizes)
-            begin = row * size + row_end
-
-
-def boxes_in_whole(index, box, shard):
-    """Return {index in the whole: view} for the box at this index of the part.
-
-    In the example above, rows 1 and 2 of the part are rows 1 and 4 of the whole, so a box with both
-    is cut into two.
-    """
-    if shard is None:
-        return {index: box}
-    dim = shard.dim
-    views = {}
-    run_begin = 0  # the first row of the run in the part. Its first row in the whole is `row`
-    for row, count in shard.runs():
-        begin = max(run_begin, index[dim])
-        end = min(run_begin + count, index[dim] + box.size(dim))
-        if begin < end:
-            moved = (*index[:dim], row + begin - run_begin, *index[dim + 1 :])
-            views[moved] = box.narrow(dim, begin - index[dim], end - begin)
-        run_begin += count
-    return views
-
-
 # ==== services ====================================================================================
 #
 # Here the technique ends. What follows serves a long run on real data: it sets the learning rate,
-# reads data and flags, writes samples, checkpoints and a log, compares copies, and ends all
-# processes alike. It sends messages for these, but holds no further technique of parallelism.
+# reads data and flags, writes samples, checkpoints and a log, and ends all processes alike. It has
+# to do with the layout where it loads a checkpoint of another one, sums a sample's logits over tp,
+# cp and pp, and checks that copies on different ranks are still equal.
 
 # ---- learning rate and validation ----------------------------------------------------------------
 
@@ -1664,6 +1595,12 @@ def learning_rate(step, args):
     height = {"none": 1.0, "linear": 1 - progress, "cosine": cosine}[args.lr_decay]
     floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
     return args.lr * (floor + (1 - floor) * height)
+
+
+def check_vocabulary(inputs, targets, size):
+    """Raise TrainingError if a token of the batch is outside the vocabulary. Collective."""
+    if any_rank(max(inputs.max().item(), targets.max().item()) >= size):
+        raise TrainingError(f"--data: a token is outside --vocab-size {size}")
 
 
 def evaluate(trainer, data, batches=8):
@@ -1715,35 +1652,20 @@ class Data(NamedTuple):
 def read_data(args):
     """Return the run's Data and a digest of its tokens. Collective.
 
-    Raises TrainingError with status 2 if the data cannot be read, differ between nodes, or have a
+    Raises TrainingError with status 2 if the data cannot be read, differ between ranks, or have a
     token outside the vocabulary. If nodes had different standard libraries, a pipeline's last stage
     would read targets that do not belong to the first stage's inputs.
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
-    digest, largest = digest_of(data, args.per_node)
+    digests = [hashlib.sha256(part).digest() for part in data]
+    digest = hashlib.sha256(b"".join(digests)).hexdigest()
+    require_same({"data": f"with digest {digest}"}, source)
+    largest = max(int(part.max()) for part in data)
     if largest >= args.vocab_size:
         token = f"token {largest} (read as {data.train.dtype})"
         raise TrainingError(f"{source}{token} is outside --vocab-size {args.vocab_size}", 2)
-    require_same({"data": f"with digest {digest}"}, source)
     return data, digest
-
-
-def digest_of(data, per_node):
-    """Return (SHA-256 of this node's data, largest token on any node). Collective.
-
-    Hashing 1.3 GB takes a core a second, so the ranks of a node divide the chunks of the data.
-    """
-    size = 2**24  # tokens in a chunk, so that the digest does not depend on the number of ranks
-    chunks = [part[begin : begin + size] for part in data for begin in range(0, len(part), size)]
-    rank_on_node = dist.get_rank() % per_node
-    own = chunks[rank_on_node::per_node]
-    digests = [hashlib.sha256(chunk).hexdigest() for chunk in own]
-    found = gather_objects((digests, max([int(chunk.max()) for chunk in own], default=0)))
-    first_rank = dist.get_rank() - rank_on_node
-    of_node = [digests for digests, _ in found[first_rank : first_rank + per_node]]
-    whole = "".join(of_node[i % per_node][i // per_node] for i in range(len(chunks)))
-    return hashlib.sha256(whole.encode()).hexdigest(), max(largest for _, largest in found)
 
 
 def load_data(path, seq_len, vocab_size=256):
@@ -1767,13 +1689,14 @@ def load_data(path, seq_len, vocab_size=256):
         parts = [read_tokens(path / name, dtype) for name in ("train.bin", "val.bin")]
     else:
         if path.is_dir():
-            is_wanted = lambda file: file.is_file() and file.stat().st_size > 0
-            files = sorted(filter(is_wanted, path.glob(pattern)))
-            is_jsonl = any(file.suffix == ".jsonl" for file in files)
-            separator = DOCUMENT_END if is_jsonl else b"\n"
-            tokens = np.frombuffer(separator.join(map(read_text, files)), np.uint8)
+            files = [file for file in sorted(path.glob(pattern)) if file.is_file()]
+            texts = [read_text(file) for file in files if file.stat().st_size > 0]
+            has_jsonl = any(file.suffix == ".jsonl" for file in files)
+            tokens = np.frombuffer((DOCUMENT_END if has_jsonl else b"\n").join(texts), np.uint8)
+        elif path.suffix == ".bin":
+            tokens = read_tokens(path, dtype)
         else:
-            tokens = read_tokens(path, dtype) if path.suffix == ".bin" else read_text(path)
+            tokens = read_text(path)
         parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
     sizes = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
     need(min(map(len, parts)) > seq_len, f"{sizes} are too few for --seq-len {seq_len}")
@@ -1781,25 +1704,23 @@ def load_data(path, seq_len, vocab_size=256):
 
 
 DOCUMENT_END = b"\xff"  # never occurs in UTF-8
-LLMC = 20240520, 20240801  # files of llm.c begin with one of these, as an int32
 
 
 def read_tokens(path, dtype):
     """Return the tokens of a .bin file, or raise ValueError if it holds anything but tokens."""
     name = path.name
     head = np.memmap(path, np.uint8, "r")[:1000].tobytes()
-    has_index = path.with_suffix(".idx").exists()
-    need(not has_index, f"{name} is Megatron's, as it has an .idx file, which says of what type")
-    is_llmc = int.from_bytes(head[:4], "little") in LLMC
+    need(not path.with_suffix(".idx").exists(), f"{name} is Megatron's: its .idx has the type")
+    is_llmc = int.from_bytes(head[:4], "little") in (20240520, 20240801)
     need(not is_llmc, f"{name} begins with llm.c's header of 1024 bytes, which are no tokens")
     text = head.decode(errors="replace")[:-1]  # the last character may have been cut
     is_text = "\0" not in text and "\ufffd" not in text  # U+FFFD stands for what is not UTF-8
     need(not is_text, f"{name} is text, so its name should not end with .bin")
     tokens = np.memmap(path, dtype, "r")
-    # Of wider integers, one half is 0 or far below the other one: below 16 for tokens below 2**20
-    end = tokens[max(len(tokens) // 2, len(tokens) - 2**20) :]  # without a header, which may differ
-    small, large = sorted([end[::2], end[1::2]], key=lambda half: int(half.sum()))
-    is_wider = 64 * int(small.sum()) < int(large.sum()) and small.max(initial=0) < 16
+    pairs = tokens[: len(tokens) // 2 * 2].reshape(-1, 2)
+    low, high = pairs[len(pairs) // 2 :][: 2**20].T  # from the middle, as a header may differ
+    # the upper halves of wider integers are below 16 for tokens below 2**20, and mostly 0
+    is_wider = 64 * int(high.sum()) < int(low.sum()) and (high < 16).all()
     how = f"np.fromfile(FILE, DTYPE).astype(np.{dtype.__name__}).tofile('train.bin')"
     need(not is_wider, f"{name} is of a wider type than {dtype.__name__}: {how}")
     return tokens
@@ -1826,22 +1747,20 @@ def read_text(path):
 
 
 def check_memory(args, device):
-    """Raise ValueError if the batch or, on CPUs, the model takes more memory than the machine has.
+    """Raise ValueError if batches or, on CPUs, weights take more memory than the machine has.
 
     Linux would swap for minutes, and then kill a process. A GPU says by itself that it is full.
     """
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    tokens = args.batch_size // args.dp * (args.seq_len + 1)
-    taken = {"batch_size seq_len": 24 * tokens + 8 * args.batch_size}  # as int64, three times
+    nbytes = 24 * args.batch_size // args.dp * (args.seq_len + 1)  # tokens, three times as int64
     if device.type == "cpu":
-        whole = replace(args, top_k=args.experts)  # the FLOPs of a token that used all experts
-        flops = [forward_flops(whole, args.has_experts(layer))[0] for layer in range(args.layers)]
-        matrices = sum(flops) // 2 + args.hidden * args.vocab_size
-        own = 4 * matrices // (args.pp * max(args.tp, args.ep))  # if tp or ep divides them all
-        taken["layers hidden ffn vocab_size experts shared_experts"] = own * args.per_node
-    for names, nbytes in taken.items():
-        sizes = f"{nbytes / 2**30:,.0f} GiB or more, of {memory / 2**30:,.0f}"
-        need(nbytes < memory, f"{typed(args, *names.split())}: this takes {sizes} of memory")
+        whole = replace(args, top_k=args.experts)  # its tokens use all weights, at 2 FLOPs each
+        flops = sum(forward_flops(whole, args.has_experts(i))[0] for i in range(args.layers))
+        weights = flops // 2 + args.hidden * args.vocab_size
+        nbytes += 4 * weights // (args.pp * max(args.tp, args.ep))  # if tp or ep divides them all
+    names = "batch_size seq_len layers hidden ffn vocab_size experts shared_experts".split()
+    size = f"{args.per_node * nbytes / 2**30:,.0f} GiB or more of memory"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    need(args.per_node * nbytes < memory, f"{typed(args, *names)}: a machine needs {size}")
 
 
 # ---- samples -------------------------------------------------------------------------------------
@@ -1888,24 +1807,20 @@ def sample(trainer, prompt, count):
     divisor = 2 * args.cp * args.tp  # cp cuts a row into 2 cp chunks, and sp and MoE cut by tp
     length = math.ceil((len(prompt) + count) / divisor) * divisor
     length = min(length, args.seq_len)
-    set_length(trainer, length)
-    for chunk in trainer.chunks:
-        chunk.eval()
-    stages = trainer.stages[: len(trainer.unique_chunks)]
-    schedule = forward_only(args.pp, 1, schedule_of(args).routes[0])
-    pipeline = Pipeline(
-        stages, schedule, lambda logits, _: logits, group=trainer.mesh.pp_group,
-        shape=(len(trainer.chunks[0].positions), 1, args.hidden),  # sp divides positions, too
-        dtype=trainer.evaluation.like["dtype"], device=trainer.device,
-    )  # fmt: skip
     random = np.random.default_rng([args.seed, trainer.steps_done])
     tokens = list(prompt)
-    for _ in range(count):
-        logits = next_logits(trainer, pipeline, tokens[-length:], length)
-        token = choose_token(logits, args.temperature, random)
-        broadcast(token)  # rank 0's, since rounding may differ between replicas
-        tokens.append(token.item())
-    set_length(trainer, args.seq_len)
+    for chunk in trainer.chunks:
+        chunk.eval()
+    set_length(trainer, length)
+    try:
+        pipeline = pipeline_of_rows(trainer)
+        for _ in range(count):
+            logits = next_logits(trainer, pipeline, tokens[-length:], length)
+            token = choose_token(logits, args.temperature, random)
+            broadcast(token)  # rank 0's, since rounding may differ between replicas
+            tokens.append(token.item())
+    finally:
+        set_length(trainer, args.seq_len)
     return tokens[len(prompt) :]
 
 
@@ -1918,11 +1833,23 @@ def set_length(trainer, length):
         chunk.set_positions(trainer.positions.to(trainer.device))
 
 
-def next_logits(trainer, pipeline, window, length):
-    """Return the logits (V,) of the token that follows the window of at most `length` tokens.
+def pipeline_of_rows(trainer):
+    """Return a Pipeline whose step() takes one row and returns its logits, (T, 1, V/tp).
 
-    pipeline: its step() returns the logits (T, 1, V/tp) of one row, on ranks with the last stage.
+    Ranks without the last stage get None.
     """
+    args = trainer.args
+    stages = trainer.stages[: len(trainer.unique_chunks)]
+    schedule = forward_only(args.pp, 1, schedule_of(args).routes[0])
+    return Pipeline(
+        stages, schedule, lambda logits, _: logits, group=trainer.mesh.pp_group,
+        shape=(len(trainer.chunks[0].activation_positions), 1, args.hidden),
+        dtype=trainer.evaluation.like["dtype"], device=trainer.device,
+    )  # fmt: skip
+
+
+def next_logits(trainer, pipeline, window, length):
+    """Return the logits (V,) of the token that follows the window of at most `length` tokens."""
     row = torch.tensor([window + [0] * (length - len(window))])
     (row,) = trainer.own_tokens(row)  # (1, T)
     output = pipeline.step(row, row)
@@ -1946,21 +1873,104 @@ def choose_token(logits, temperature, random):
 
 
 def text_of(tokens):
-    """Decode bytes. What is not UTF-8, no byte, or could control a terminal becomes U+FFFD."""
-    text = bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    """Decode bytes. What is no byte, or not UTF-8, becomes U+FFFD."""
+    return bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
+
+
+# ---- where a piece lies in the whole -------------------------------------------------------------
+#
+# A checkpoint saved in one layout can be loaded in any other ("resharding"), because it holds whole
+# tensors. Each rank says which boxes, that is rectangular blocks, of a whole it has, and PyTorch's
+# checkpoints copy what boxes of the old layout and of the new one have in common. A piece is a
+# range of a flattened part. So it is cut into boxes of the part, and these into boxes of the whole.
+# Here a rank has rows 0, 1 and 4 of a whole of (6, 2) as its part, and a piece of 5 elements:
+#
+#     whole    part     piece                  boxes of the part    boxes of the whole
+#     row 0    row 0    . 1                    (0, 1): 1            (0, 1): 1
+#     row 1    row 1    2 3                    (1, 0): 2 3          (1, 0): 2 3
+#     row 4    row 2    4 5                            4 5          (4, 0): 4 5
+#
+# A box is named by the index of its first element.
+
+
+def views_in_whole(parameter, tensor, part=None):
+    """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
+
+    parameter: a part that lies where `part` says, the whole if that is None, or a piece of it.
+    tensor: the parameter, or a tensor of the same layout, such as a moment.
+    """
+    shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
+    begin = getattr(parameter, "offset", 0)
+    rest = tensor.detach().view(-1)
+    views = {}
+    for index, sizes in boxes_between(shape, begin, begin + len(rest)):
+        size = math.prod(sizes)
+        views |= boxes_in_whole(index, rest[:size].view(sizes), part)
+        rest = rest[size:]
+    if part is None:
+        return shape, views
+    return (*shape[: part.dim], sum(part.blocks), *shape[part.dim + 1 :]), views
+
+
+def boxes_between(shape, begin, end):
+    """Cut elements begin:end of a flattened part into boxes. Yield each as (index, sizes).
+
+        shape (4, 2), 1:7      . 1       the rest of row 0     (0, 1), (1, 1)
+                               2 3       whole rows            (1, 0), (2, 2)
+                               4 5
+                               6 .       the start of row 3    (3, 0), (1, 1)
+    """
+    if not shape and begin < end:  # a number
+        yield (), ()
+        return
+    size = math.prod(shape[1:])  # of a row, which may be a matrix
+    while begin < end:
+        row, offset = divmod(begin, size)
+        count = (end - begin) // size
+        if offset == 0 and count > 0:  # whole rows
+            yield (row, *[0] * (len(shape) - 1)), (count, *shape[1:])
+            begin += count * size
+        else:  # some elements of one row, which are cut in the same way
+            row_end = min(end - row * size, size)
+            for index, sizes in boxes_between(shape[1:], offset, row_end):
+                yield (row, *index), (1, *sizes)
+            begin = row * size + row_end
+
+
+def boxes_in_whole(index, box, part):
+    """Cut the box at this index of the part where its runs end. Return {index in the whole: view}.
+
+    In the example, rows 0 and 1 of the part are one run, and row 2 is another.
+    """
+    if part is None:
+        return {index: box}
+    dim = part.dim
+    views = {}
+    run_begin = 0  # in the part
+    for begin_in_whole, count in part.runs():
+        begin = max(run_begin, index[dim])
+        end = min(run_begin + count, index[dim] + box.size(dim))
+        if begin < end:
+            moved = (*index[:dim], begin_in_whole + begin - run_begin, *index[dim + 1 :])
+            views[moved] = box.narrow(dim, begin - index[dim], end - begin)
+        run_begin += count
+    return views
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
+#
+# A checkpoint holds whole tensors, of which each rank writes the boxes that it has. So any layout
+# can load it: torch.distributed.checkpoint cuts what was saved into the boxes that a rank asks for.
 
 # the flags of the model that a resumed run may change
-MAY_CHANGE = "dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"
+MAY_CHANGE = {"dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"}
 
 
 class Boxes(torch.Tensor):
     """A tensor for torch.distributed.checkpoint, of which a rank holds rectangular parts (boxes).
 
     boxes: {first index of a box: view}. The tensor itself takes memory for one number only.
+    dcp.save() asks for write items, dcp.load() for the list of chunks, and both for their views.
     """
 
     @staticmethod
@@ -1995,7 +2005,7 @@ def boxes_of(placements, value=lambda tensor: tensor):
     for row in placements:
         tensor = value(row.tensor)
         if row.is_saved and tensor is not None:
-            whole = views_in_whole(row.tensor, tensor, row.shard)
+            whole = views_in_whole(row.tensor, tensor, row.part)
             result[row.name] = Boxes(tensor.dtype, *whole)
     return result
 
@@ -2010,13 +2020,10 @@ def state_of(trainer, chunk=None):
     else:
         placements = [row for row in trainer.placements if row.chunk == chunk]
     state = {"model": boxes_of(placements)}
-    states = trainer.optimizer.state  # {weight: {name: value}}
-    kinds = set()
-    for weight, values in states.items():
-        kinds |= {name for name, value in values.items() if is_moment(value, weight)}
-    for kind in sorted(kinds):
-        moment = lambda weight, kind=kind: states.get(weight, {}).get(kind)
-        state[kind] = boxes_of(placements, moment)
+    for row in placements:
+        for kind, value in trainer.optimizer.state.get(row.tensor, {}).items():
+            if is_moment(value, row.tensor):
+                state.setdefault(kind, {}).update(boxes_of([row], lambda _: value))
     return state
 
 
@@ -2030,32 +2037,40 @@ def require_savable(trainer, options):
 
     options: those of its groups before the first step. The learning rate is the trainer's.
     """
-    optimizer = trainer.optimizer
-    lost = set()
-    for weight, state in optimizer.state.items():
-        for name in state.keys() - {"step"}:
-            is_saved = state[name] is None or is_moment(state[name], weight)
-            if name == "model" or not is_saved:  # weights are saved as "model"
-                lost.add(name)
-    states = optimizer.state.values()
-    steps = [torch.as_tensor(state["step"]) for state in states if "step" in state]
-    if steps and torch.stack(steps).ne(trainer.steps_done).any():  # the host waits once
-        lost.add("step")
-    shapes = {weight.shape for weight in trainer.parameters()}
-
-    def is_state(value):
-        if isinstance(value, torch.optim.Optimizer):
-            return value is not optimizer
-        return torch.is_tensor(value) and value.shape in shapes
-
-    for name in vars(optimizer).keys() - {"state", "param_groups"}:
-        if any(map(is_state, tree_leaves(vars(optimizer)[name]))):
-            lost.add(name)
-    for group, before in zip(optimizer.param_groups, options):
+    lost = lost_values(trainer) | hidden_state(trainer)
+    for group, before in zip(trainer.optimizer.param_groups, options):
         names = group.keys() - {"params", "lr", "shards"}
         lost.update(name for name in names if group[name] is not before.get(name))
-    who = f"{type(optimizer).__name__} keeps {', '.join(sorted(lost))}"
+    who = f"{type(trainer.optimizer).__name__} keeps {', '.join(sorted(lost))}"
     need(not lost, f"{who}: checkpoints have only state of the weights' shapes, and the step")
+
+
+def lost_values(trainer):
+    """Return which values of the optimizer's state are neither moments nor the trainer's step."""
+    lost = set()
+    steps = []
+    for weight, state in trainer.optimizer.state.items():
+        for name, value in state.items():
+            if name == "step":
+                steps.append(torch.as_tensor(value))
+            elif name == "model" or not (value is None or is_moment(value, weight)):
+                lost.add(name)  # a moment named "model" would overwrite the weights
+    if steps and torch.stack(steps).ne(trainer.steps_done).any():  # the host waits once
+        lost.add("step")
+    return lost
+
+
+def hidden_state(trainer):
+    """Return which attributes of the optimizer hold tensors of weights' shapes, or optimizers."""
+    optimizer = trainer.optimizer
+    shapes = {weight.shape for weight in trainer.parameters()}
+    hidden = set()
+    for name in vars(optimizer).keys() - {"state", "param_groups"}:
+        for value in tree_leaves(vars(optimizer)[name]):
+            is_other = isinstance(value, torch.optim.Optimizer) and value is not optimizer
+            if is_other or (torch.is_tensor(value) and value.shape in shapes):
+                hidden.add(name)
+    return hidden
 
 
 def create_moments(trainer):
@@ -2088,12 +2103,12 @@ class Saver:
     in host memory. Only one copy exists, since save() first waits for the previous save.
 
     The thread sends over a gloo group of its own, so its messages never meet those of a step. If a
-    save fails, it fails on all ranks alike: must_stop() is true from then on, and the next save()
-    or wait() raises the error.
+    save fails, it fails on all ranks alike: must_stop() is then true, and the next save() or wait()
+    raises the error.
 
     Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. At
-    its end, a save under way is waited for, unless ranks have come apart. No other run can use the
-    folder until the thread has ended.
+    its end, a save under way is waited for, unless ranks have come apart. Until the thread has
+    ended, the folder is locked against other runs, if its file system has locks.
 
     data_digest: that of read_data(). sigterm: whether this rank has received SIGTERM.
     """
@@ -2105,11 +2120,11 @@ class Saver:
         self.data_digest = data_digest
         self.options = [dict(group) for group in trainer.optimizer.param_groups]
         self.sigterm = False
-        self.failed = False
         self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
-        barrier(self.group)  # connects the ranks, here rather than in the thread
         self.executor = ThreadPoolExecutor(1)  # Python waits for its thread before it exits
-        self.pending = None  # the Future of the save under way
+        # the Future of the last save. In place of a first one, ranks connect before training begins
+        self.pending = self.executor.submit(barrier, self.group)
+        self.wait()
 
     def save(self):
         """Begin to write a checkpoint."""
@@ -2128,25 +2143,19 @@ class Saver:
 
     def write(self, state, copied, path, run):
         """Write a state once the event `copied` has happened. This runs in the thread."""
-        try:
-            if copied is not None:
-                torch.cuda.set_device(self.trainer.device)  # each thread has its own
-                copied.synchronize()
-            write_checkpoint(state, path, run, self.group)
-        except BaseException:
-            self.failed = True
-            raise
+        if copied is not None:
+            torch.cuda.set_device(self.trainer.device)  # each thread has its own
+            copied.synchronize()
+        write_checkpoint(state, path, run, self.group)
 
     def must_stop(self):
         """Return whether any rank has received SIGTERM, or a save has failed. Collective."""
-        return any_rank(self.sigterm or self.failed)
+        has_failed = self.pending.done() and self.pending.exception() is not None
+        return any_rank(self.sigterm or has_failed)
 
     def wait(self):
-        """Return when the save under way has ended. If it failed, raise TrainingError."""
-        pending = self.pending
-        self.pending = None
-        if pending is not None:
-            pending.result()
+        """Return when the last save has ended. If it failed, raise TrainingError."""
+        self.pending.result()
 
     def __enter__(self):
         self.handler = signal.signal(signal.SIGTERM, self.note_sigterm)
@@ -2260,8 +2269,8 @@ def claim(folder):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError("another run is using this folder") from None
-    except OSError:
-        pass  # some network file systems have no locks
+    except OSError as error:  # some network file systems have no locks
+        say(f"warning: --checkpoint {folder} is not safe from a second run: {error}")
     return file
 
 
@@ -2294,7 +2303,7 @@ def check_checkpoint(path, args):
     """Return what run.json says. Raise ValueError if the checkpoint is damaged or of another model.
     """
     run = read_run(path, dist.get_rank(), args.world_size)
-    for name in [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]:
+    for name in [name for name in MODEL_FLAGS if name not in MAY_CHANGE]:
         own = as_typed(name, getattr(args, name))  # "--hidden 128"
         theirs = as_typed(name, run.get(name))
         need(own == theirs, f"{own}, but {path} has {theirs}")
@@ -2324,7 +2333,7 @@ def read_run(path, rank=0, world_size=1):
 def differences(trainer, run, data_digest):
     """Return phrases that say how this run differs from the one whose run.json says `run`."""
     now = flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__}
-    names = [name for name in now if name not in OF_A_MACHINE and now[name] != run.get(name)]
+    names = [name for name in now if name not in PATHS and now[name] != run.get(name)]
     found = [f"{as_typed(name, now[name])} (was {run.get(name)})" for name in names]
     if run["data_digest"] != data_digest:
         found.append(f"other data (was {run['data'] or 'the default'})")
@@ -2341,7 +2350,7 @@ def require_equal_gradients(trainer):
     """
     if trainer.args.tp == 1:
         return
-    for group in dict.fromkeys(home.copies_group for home in trainer.homes):
+    for group in dict.fromkeys(home.tp_group for home in trainer.homes):
         for chunk in trainer.chunks:
             on_all_ranks(check_gradients_over_tp, chunk, group, status=1)
 
@@ -2349,21 +2358,22 @@ def require_equal_gradients(trainer):
 def require_equal_copies(trainer):
     """Raise TrainingError if copies have come to differ. Collective.
 
-    Whatever two ranks hold of the same place in the same weight, bias of a router or moment must
-    have the same bits: replicas over dp x cp, with ZeRO the copies of its shards, what tp does not
-    divide, copies of experts, the tied weight, and DualPipe's second replica. If bits differ, a
-    memory or a computation has been at fault, and the training would go on with both values.
+    Boxes of ranks that begin at the same place of the same weight, bias of a router or moment must
+    have the same shape and the same bits: replicas over dp x cp, with ZeRO the copies of its
+    shards, what tp does not divide, copies of experts, the tied weight, and DualPipe's second
+    replica. If bits differ, a memory or a computation has been at fault, and the training would go
+    on with both values. If shapes differ, so do the cuts, and copies have not been summed alike.
     """
     mesh = trainer.mesh
     own = fingerprints(trainer)
     faults = []
     for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
-        first = {}  # {what: (rank, fingerprint)}
+        first = {}  # {place: (rank, what it has there)}
         for rank, theirs in zip(dist.get_process_group_ranks(group), gather_objects(own, group)):
-            for what, value in theirs:
-                other, expected = first.setdefault(what, (rank, value))
-                if value != expected:
-                    faults.append(f"{what} on rank {rank} differs from its copy on rank {other}")
+            for place, box in theirs:
+                other, expected = first.setdefault(place, (rank, box))
+                if box != expected:
+                    faults.append(f"{place} on rank {rank} differs from its copy on rank {other}")
     for found in gather_objects(faults[:1]):
         for fault in found:
             raise TrainingError(fault)
@@ -2371,18 +2381,20 @@ def require_equal_copies(trainer):
 
 @torch.no_grad()
 def fingerprints(trainer):
-    """Return [(what, fingerprint)] for each part of the state that this rank holds."""
-    parts, values = [], []
+    """Return [(place, (shape, fingerprint))] for each box of the state that this rank holds."""
+    places, shapes, values = [], [], []
     for chunk in range(len(trainer.chunks)):
         for kind, tensors in state_of(trainer, chunk).items():
-            for name, tensor in tensors.items():
-                for first_index, box in tensor.boxes.items():
+            for name, whole in tensors.items():
+                for first_index, box in whole.boxes.items():
                     what = name if kind == "model" else f"{kind} of {name}"
-                    parts.append(f"{what}{list(box.shape)} at {list(first_index)}")
+                    places.append(f"{what} at {list(first_index)}")
+                    shapes.append(list(box.shape))
                     values.append(fingerprint(box))
-    if not parts:  # a small model that ZeRO divides over many ranks
+    if not values:  # a small model that ZeRO divides over many ranks
         return []
-    return list(zip(parts, torch.stack(values).tolist()))  # the host waits for the device once
+    numbers = torch.stack(values).tolist()  # here the host waits for the device, once
+    return list(zip(places, zip(shapes, numbers)))
 
 
 def fingerprint(tensor):
@@ -2402,24 +2414,26 @@ def fingerprint(tensor):
 
 # ---- log -----------------------------------------------------------------------------------------
 
-# The peak TFLOP/s of dense products in bf16, from data sheets, by the names that
-# torch.cuda.get_device_name() returns. Others have an MFU only with --peak-tflops.
-PEAK_TFLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312,
+PEAK_TFLOPS = {  # of dense products in bf16, from data sheets, by the name that CUDA has for a GPU
     "NVIDIA A100-SXM4-80GB": 312,
     "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H100 PCIe": 756,
-    "NVIDIA H800": 989,
     "NVIDIA H200": 989,
+    "NVIDIA H800": 989,
     "NVIDIA B200": 2250,
 }
 
 
 def known_peak(args, device):
-    """Return the device's peak in TFLOP/s, or None if it is unknown or shared by processes."""
-    if device.type != "cuda" or args.device == "shared" or args.dtype != "bf16":
-        return None
-    return PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+    """Return a device's peak in TFLOP/s, or None if it is unknown or processes share the device."""
+    is_alone = device.type == "cuda" and args.device != "shared"
+    if is_alone and args.dtype == "bf16":
+        return PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+    return None
+
+
+def flops_per_token(config):
+    """Return the FLOPs of forward and backward per token. Recomputation does not count."""
+    return 3 * (flops_of_layers(config) + flops_of_head(config))
 
 
 def peak_memory(device):
@@ -2437,28 +2451,26 @@ class Log:
     """
 
     def __init__(self, trainer):
+        args = trainer.args
         self.trainer = trainer
         self.speaks = dist.get_rank() == 0
         self.began = time.perf_counter()
         self.first_step = trainer.steps_done + 1
-        args = trainer.args
         self.peak = args.peak_tflops or known_peak(args, trainer.device)
         path = args.metrics if self.speaks and args.metrics else os.devnull
         mode = "a" if trainer.steps_done else "w"
-        open_file = partial(open, path, mode, opener=open_at_once)
-        self.file = on_all_ranks(open_file, prefix=f"--metrics {args.metrics}: ")
+        self.file = on_all_ranks(open, path, mode, prefix=f"--metrics {args.metrics}: ")
         self.write({"flags": flags_of(args)})
         for line in describe(trainer):
             self.say(line)
 
     def step(self, metrics, seconds, must_print=False):
         """Report the metrics of a step that took so many seconds."""
-        step = self.trainer.steps_done
         args = self.trainer.args
+        step = self.trainer.steps_done
         tokens = args.batch_size * args.seq_len
-        speed = tokens / seconds
-        tflops = speed * flops_per_token(args) / args.world_size / 1e12  # of a device
-        numbers = {"loss": metrics["loss"], "tokens_per_s": speed, "tflops": tflops}
+        tflops = flops_per_token(args) * tokens / seconds / args.world_size / 1e12
+        numbers = {"loss": metrics["loss"], "tokens_per_s": tokens / seconds, "tflops": tflops}
         if self.peak:
             numbers["mfu"] = tflops / self.peak
         numbers |= metrics
@@ -2501,11 +2513,6 @@ class Log:
             self.file = open(os.devnull, "w")
 
 
-def open_at_once(path, flags):
-    """Open a file for open(). A pipe that nobody reads raises OSError rather than wait."""
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
-
-
 def describe(trainer):
     """Return lines that say how large the model is and how the run is laid out. Collective."""
     args = trainer.args
@@ -2521,73 +2528,57 @@ def describe(trainer):
 
 
 # ---- flags ---------------------------------------------------------------------------------------
+#
+# A flag is a field of Args. Those of the model are the fields of GPTConfig, with their types and
+# defaults, and MODEL_FLAGS adds what the command line says of them. The others are declared below.
 
 
 def flag(default, help, **details):
-    """Declare a dataclass field that is also a flag of the command line.
+    """Declare a dataclass field that is also a flag.
 
     details: choices, or the bounds of a number, which must be in [least, below). By default, least
         is 1, or 0 for a float, and below is 2**31, or infinity for a float.
-        group: the heading in --help for this flag and the next ones (default: the previous one).
     """
     return field(default=default, metadata={"help": help} | details)
 
 
+MODEL_FLAGS = {
+    "layers": {"help": "number of transformer layers", "below": 10**5},
+    "hidden": {"help": "width of the model"},
+    "heads": {"help": "attention heads"},
+    "seq_len": {"help": "tokens in a sequence"},
+    "vocab_size": {"help": "tokens in the vocabulary"},
+    "dropout": {"help": "dropout in attention and residuals", "below": 1},
+    "kv_heads": {"help": "heads of keys and values (default: --heads)"},
+    "ffn": {"help": "inner width of an MLP or expert (default: 4 x --hidden)"},
+    "block": {"help": "GPT-2's or Llama's layers", "choices": ("gpt2", "llama")},
+    "rope_theta": {"help": "base of rotary positions' angles", "least": 1},
+    "head": {"help": "tied to the embedding (default: with gpt2)", "choices": ("tied", "untied")},
+    "experts": {"help": "experts in a layer, or 0 for an MLP", "least": 0},
+    "top_k": {"help": "experts that a token uses"},
+    "shared_experts": {"help": "experts that every token uses in addition", "least": 0},
+    "capacity_factor": {"help": "limit of an expert's load / mean load", "least": 0.01},
+    "balance": {"help": "balance experts by losses or a bias", "choices": ("aux", "bias", "none")},
+    "moe_every": {"help": "one layer in this many has experts"},
+    "topk_nodes": {"help": "nodes whose experts a token may use (default: all)"},
+    "sp": {"help": "sequence parallelism: split activations over tp, too"},
+    "recompute": {
+        "help": "recompute attention (selective) or layers (full) in backward",
+        "choices": ("none", "selective", "full"),
+    },
+    "recompute_layers": {"help": "layers that --recompute full recomputes as one"},
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Args(GPTConfig):
-    """All flags of a run, completed and checked. NEEDS says which have no effect without others."""
+    """All flags of a run, completed and checked, and three facts that follow from the launch."""
 
     world_size: int
     per_node: int  # so many consecutive ranks always share a node
     ep_nodes: int  # the number of nodes over which an ep_group is spread
 
-    # the model
-    layers: int = flag(GPTConfig.layers, "number of transformer layers", below=10**5, group="model")
-    hidden: int = flag(GPTConfig.hidden, "width of the model")
-    heads: int = flag(GPTConfig.heads, "attention heads")
-    seq_len: int = flag(GPTConfig.seq_len, "tokens in a sequence")
-    vocab_size: int = flag(GPTConfig.vocab_size, "tokens in the vocabulary")
-    dropout: float = flag(GPTConfig.dropout, "dropout in attention and residuals", below=1)
-    kv_heads: int | None = flag(GPTConfig.kv_heads, "heads of keys and values (default: --heads)")
-    ffn: int | None = flag(GPTConfig.ffn, "inner width of an MLP or expert (default: 4 x --hidden)")
-    block: str = flag(GPTConfig.block, "GPT-2's or Llama's layers", choices=("gpt2", "llama"))
-    rope_theta: float = flag(GPTConfig.rope_theta, "base of rotary positions' angles", least=1)
-    head: str | None = flag(
-        GPTConfig.head, "whether the head has the embedding's weight (default: tied, with --block "
-        "llama untied)", choices=("tied", "untied"),
-    )  # fmt: skip
-
-    # its experts
-    experts: int = flag(
-        GPTConfig.experts, "experts in a layer, or 0 for an MLP", least=0, group="experts"
-    )
-    top_k: int = flag(GPTConfig.top_k, "experts that a token uses")
-    shared_experts: int = flag(
-        GPTConfig.shared_experts, "experts that every token uses in addition", least=0
-    )
-    capacity_factor: float | None = flag(
-        GPTConfig.capacity_factor, "limit of an expert's load / mean load", least=0.01
-    )
-    balance: str = flag(
-        GPTConfig.balance, "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
-        choices=("aux", "bias", "none"),
-    )  # fmt: skip
-    moe_every: int = flag(GPTConfig.moe_every, "one layer in this many has experts")
-    topk_nodes: int | None = flag(
-        GPTConfig.topk_nodes, "nodes whose experts a token may use (default: all)"
-    )
-
-    # how the work is divided, with the degrees of the axes
-    sp: bool = flag(
-        GPTConfig.sp, "sequence parallelism: split activations over tp, too", group="layout"
-    )
-    recompute: str = flag(
-        GPTConfig.recompute, "recompute attention (selective) or layers (full) in backward",
-        choices=("none", "selective", "full"),
-    )  # fmt: skip
-    recompute_layers: int = flag(
-        GPTConfig.recompute_layers, "layers that --recompute full recomputes as one"
-    )
+    # how the work is divided
     dp: int | None = flag(None, "replicas (default: as many as there are processes for)")
     tp: int = flag(1, "ranks that split every matrix")
     cp: int = flag(1, "ranks that split the sequence, in attention too")
@@ -2596,25 +2587,15 @@ class Args(GPTConfig):
     replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)")
     cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
-    overlap: bool = flag(
-        False, "compute a forward and a backward in turns, each while the other's tokens travel to "
-        "experts: pays where they cross nodes; needs --ep > 1",
-    )  # fmt: skip
+    overlap: bool = flag(False, "compute forwards while backwards' tokens travel, and vice versa")
     chunks: int = flag(2, "pipeline stages on each rank")
-    microbatches: int | None = flag(
-        None, "parts of a batch (default: 1; with pp up to 4 x pp)", below=10**5
-    )
+    microbatches: int | None = flag(None, "parts of a batch (default: up to 4 x pp)", below=10**5)
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
-    expert_parts: int | None = flag(
-        None, "parts of a microbatch, some of which travel beside the experts of others (default: "
-        "2 if messages are long, else 1)",
-    )  # fmt: skip
+    expert_parts: int | None = flag(None, "parts in which tokens go to experts (default: 1 or 2)")
     collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"))
 
     # what an optimizer step does
-    batch_size: int | None = flag(
-        None, "sequences per step, of all replicas (default: 16 or more)", group="optimisation"
-    )
+    batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)")
     steps: int = flag(1200, "optimizer steps", below=10**8)
     lr: float = flag(3e-3, "peak learning rate")
     warmup: int = flag(20, "steps of linear warm-up", least=0)
@@ -2630,7 +2611,7 @@ class Args(GPTConfig):
     # where a run happens, what it reads and what it writes
     device: str = flag(
         "auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
-        choices=("auto", "cpu", "cuda", "shared"), group="run",
+        choices=("auto", "cpu", "cuda", "shared"),
     )  # fmt: skip
     data: str | None = flag(None, "text, .jsonl, tokens (.bin), folder (default: Python's sources)")
     checkpoint: str | None = flag(None, "folder to save checkpoints in and to resume from")
@@ -2638,63 +2619,55 @@ class Args(GPTConfig):
     keep: int = flag(2, "checkpoints to keep; older ones are deleted")
     eval_every: int | None = flag(None, "steps between validations (default: one at the end)")
     sample: int | None = flag(
-        None, "tokens to write with every validation (default: 200, or 0 with .bin data and no "
-        "--prompt)", least=0,
+        None, "tokens of every validation's sample (default: 200, or 0 with .bin and no --prompt)",
+        least=0,
     )  # fmt: skip
-    prompt: str | None = flag(
-        None, "start of a sample: text, or with .bin data tokens as 1,2,3 (default: the first "
-        "token for validation)",
-    )  # fmt: skip
+    prompt: str | None = flag(None, "start of a sample: text, or with .bin data tokens as 1,2,3")
     temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens")
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
     metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
-    peak_tflops: float | None = flag(
-        None, "TFLOP/s that a device could reach, of which mfu is the part used (default: that of "
-        "some GPUs in bf16)",
-    )  # fmt: skip
+    peak_tflops: float | None = flag(None, "a device's peak, for mfu (default: some GPUs' in bf16)")
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
-FLAGS = [flag for flag in fields(Args) if "help" in flag.metadata]
-USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
-EPILOG = """
-A flag that has no effect without another one is refused if the other one is missing.
+FLAGS = {each.name: each for each in fields(Args) if each.metadata or each.name in MODEL_FLAGS}
+PATHS = {"data", "checkpoint", "metrics"}  # flags that may differ between the machines of a run
 
-example: two pipeline stages, each on two ranks that split every matrix
-  torchrun --nproc-per-node 4 hybrid.py --pp 2 --tp 2 --steps 100
-"""
+# Rules are expressions of flags, and not functions, because --help and errors show the very rule
+# that is evaluated, and an error lists the flags that occur in it.
 
-# What a flag has no effect without: {flag: (an expression as in RULES, the value of the flag that
-# means that it is off)}. With another value, it is refused unless the expression holds.
-NEEDS = {
-    "rope_theta": ("block == 'llama'", None),
-    "top_k": ("experts > 0", None),
-    "shared_experts": ("experts > 0", 0),
-    "capacity_factor": ("experts > 0", None),
-    "balance": ("experts > 0", "none"),
-    "moe_every": ("experts > 0", 1),
-    "topk_nodes": ("experts > 0", None),
-    "sp": ("tp > 1", None),
-    "recompute_layers": ("recompute == 'full'", 1),
-    "replicate": ("zero > 0", 1),
-    "cp_method": ("cp > 1", None),
-    "schedule": ("pp > 1", "1f1b"),
-    "overlap": (f"schedule in {WITH_PAIRS}", None),
-    "chunks": (f"schedule in {WITH_CHUNKS}", 1),
-    "ep": ("experts > 0", 1),
-    "expert_parts": ("ep > 1", 1),
-    "collectives": ("pp * dp * cp * tp > 1", "ours"),
-    "decay_steps": ("lr_decay != 'none'", None),
-    "min_lr": ("lr_decay != 'none'", None),
-    "save_every": ("checkpoint", None),
-    "keep": ("checkpoint", None),
-    "prompt": ("sample != 0", None),
-    "temperature": ("sample != 0", None),
+WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.v is None]  # --chunks per rank
+WITH_PAIRS = ["dualpipe", "dualpipe-v"]  # may compute a forward and a backward together: --overlap
+
+# {rule: flags that have no effect without it, and are refused}
+WITHOUT_EFFECT_UNLESS = {
+    "block == 'llama'": "rope_theta",
+    "experts > 0": "top_k shared_experts capacity_factor balance moe_every topk_nodes ep",
+    "ep > 1": "expert_parts",
+    "tp > 1": "sp",
+    "cp > 1": "cp_method",
+    "pp > 1": "schedule",
+    f"schedule in {WITH_PAIRS}": "overlap",
+    f"schedule in {WITH_CHUNKS}": "chunks",
+    "zero > 0": "replicate",
+    "recompute == 'full'": "recompute_layers",
+    "pp * dp * cp * tp > 1": "collectives",
+    "lr_decay != 'none'": "decay_steps min_lr",
+    "checkpoint": "save_every keep",
+    "sample != 0": "prompt temperature",
 }
+NEEDS = {name: rule for rule, names in WITHOUT_EFFECT_UNLESS.items() for name in names.split()}
+# The value with which such a flag asks for nothing. It is never refused.
+NOTHING = {
+    "shared_experts": 0, "balance": "none", "moe_every": 1, "ep": 1, "expert_parts": 1,
+    "schedule": "1f1b", "chunks": 1, "replicate": 1, "recompute_layers": 1, "collectives": "ours",
+}  # fmt: skip
 # What must hold of the flags, and how an error says it after it has listed their values. A rule may
 # rely on the earlier ones. Besides flags, it may use the other fields of Args.
 RULES = {
     "pp * dp * cp * tp == world_size": "pp x dp x cp x tp is not {world_size}, the number of ranks",
+    "dtype != 'bf16' or zero != 0":
+        "ZeRO keeps the fp32 weights; to split nothing, use --zero 1 with a --replicate of dp x cp",
     "dp * cp % replicate == 0": "replicate does not divide dp x cp",
     "dp * cp * tp % ep == 0": "ep does not divide dp x cp x tp",
     "ep > 1 or not overlap": "no tokens travel to experts of other ranks",
@@ -2738,7 +2711,7 @@ def parse(argv, world_size, per_node=None):
     for name, value in given.items():
         is_empty = value == ""
         need(not is_empty, f"{as_typed(name)}: the value is empty (is a shell variable not set?)")
-    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given)
+    args = argparse.Namespace(**{name: each.default for name, each in FLAGS.items()} | given)
     args.world_size = world_size
     args.per_node = per_node or world_size
     complete(args)
@@ -2748,37 +2721,52 @@ def parse(argv, world_size, per_node=None):
     return args
 
 
+USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
+EPILOG = """
+A flag that has no effect without another one is refused if the other one is missing.
+
+example: two pipeline stages, each on two ranks that split every matrix
+  torchrun --nproc-per-node 4 hybrid.py --pp 2 --tp 2 --steps 100
+"""
+HEADINGS = {  # in --help, before these flags
+    "layers": "model", "experts": "experts", "sp": "layout", "batch_size": "optimisation",
+    "device": "run",
+}  # fmt: skip
+
+
 class Parser(argparse.ArgumentParser):
     """The command line's parser. It raises ValueError on errors, and sets only the flags given."""
 
-    def __init__(self):
-        options = {"usage": USAGE, "description": __doc__.splitlines()[0], "epilog": EPILOG}
-        options["formatter_class"] = argparse.RawDescriptionHelpFormatter
-        super().__init__("hybrid.py", allow_abbrev=False, **options)
-        for flag in FLAGS:
-            if "group" in flag.metadata:
-                group = self.add_argument_group(flag.metadata["group"])
-            group.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
+    def __init__(self, **options):
+        super().__init__(
+            "hybrid.py", usage=USAGE, description=__doc__.splitlines()[0], epilog=EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options,
+        )  # fmt: skip
+        for name in FLAGS:
+            if name in HEADINGS:
+                group = self.add_argument_group(HEADINGS[name])
+            group.add_argument(as_typed(name), default=argparse.SUPPRESS, **options_of(name))
 
     def error(self, message):
         raise ValueError(message.removeprefix("argument "))
 
 
-def options_of(flag):
+def options_of(name):
     """Return the options of add_argument() for a flag."""
-    help = flag.metadata["help"]
-    kind, *_ = get_args(flag.type) or [flag.type]  # the int of `int | None`
-    if flag.default is not None and kind is not bool:
-        help += f" (default: {flag.default})"
-    if flag.name in NEEDS:
-        rule, _ = NEEDS[flag.name]
-        help += f"; needs {rule}"
+    default = FLAGS[name].default
+    details = FLAGS[name].metadata or MODEL_FLAGS[name]
+    kind, *_ = get_args(FLAGS[name].type) or [FLAGS[name].type]  # the int of `int | None`
+    help = details["help"]
+    if default is not None and kind is not bool:
+        help += f" (default: {default})"
+    if name in NEEDS:
+        help += f"; needs {NEEDS[name]}"
     if kind is bool:
         return {"help": help, "action": "store_true"}
-    if kind is str or "choices" in flag.metadata:
-        return {"help": help, "type": kind, "choices": flag.metadata.get("choices")}
-    least = flag.metadata.get("least", 1 if kind is int else 0)
-    below = flag.metadata.get("below", 2**31 if kind is int else math.inf)
+    if kind is str or "choices" in details:
+        return {"help": help, "type": kind, "choices": details.get("choices")}
+    least = details.get("least", 1 if kind is int else 0)
+    below = details.get("below", 2**31 if kind is int else math.inf)
     return {"help": help, "type": at_least(least, kind, below), "metavar": "N"}
 
 
@@ -2794,39 +2782,51 @@ def at_least(least, kind=int, below=math.inf):
     return number
 
 
+def parts_of_experts(args):
+    """Return the default of --expert-parts, the same on all ranks.
+
+    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
+    message still take far longer than its start.
+    """
+    rows = args.batch_size // (args.dp * args.microbatches)
+    tokens = rows * args.seq_len // (args.cp * args.tp)
+    itemsize = 2 if args.dtype == "bf16" else 4
+    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
+    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
+
+
 def complete(args):
-    """Set the flags that have not been given and whose defaults depend on others, and ep_nodes."""
+    """Set ep_nodes, and the flags that have not been given and whose defaults depend on others."""
     args.kv_heads = args.kv_heads or args.heads
     args.head = args.head or usual_head(args.block)
     args.ffn = args.ffn or 4 * args.hidden
     args.dp = args.dp or max(1, args.world_size // (args.pp * args.cp * args.tp))
-    dp_cp = args.dp * args.cp
     if args.zero is None:
-        args.zero = int(dp_cp > 1)
-    if args.dtype == "bf16" and not args.zero:
-        is_whole = args.replicate in (None, dp_cp)
-        need(is_whole, f"{typed(args, 'dtype', 'replicate')} cuts state, so it needs --zero > 0")
-        args.zero = 1  # ZeRO keeps fp32 weights
-        args.replicate = dp_cp  # a copy per rank
+        args.zero = int(args.dp * args.cp > 1 or args.dtype == "bf16")
     args.replicate = args.replicate or 1
-    # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
-    if args.per_node % args.tp == 0:
-        inside = math.gcd(args.ep, args.tp) * (args.per_node // args.tp)
-    else:  # nodes cut tp_groups
-        inside = math.gcd(args.ep, args.tp, args.per_node)
-    args.ep_nodes = args.ep // math.gcd(args.ep, inside)
+    args.ep_nodes = nodes_of_experts(args)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp. By
-    # default, each replica's pipeline gets a multiple of 2 x pp sequences, cut into 4 x pp parts if
-    # possible.
-    most = 4 * args.pp if args.pp > 1 else 1
-    divisor = args.dp * (args.microbatches or math.ceil(most / 2))
-    args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
-    args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
+    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp
+    few = 2 * args.pp if args.pp > 1 else 1
+    many = 4 * args.pp if args.pp > 1 else 1
+    if args.batch_size is None:  # 16 or the next larger size in which each microbatch has sequences
+        smallest = args.dp * (args.microbatches or few)
+        args.batch_size = math.ceil(16 / smallest) * smallest
+    if args.microbatches is None:
+        args.microbatches = math.gcd(args.batch_size // args.dp, many)
     if args.decay_steps is None:
         args.decay_steps = max(0, args.steps - args.warmup)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
+
+
+def nodes_of_experts(args):
+    """Return over how many nodes an ep_group is spread, with equally many of its ranks on each."""
+    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of()
+    in_dp_cp = args.ep // in_tp
+    if args.per_node % args.tp == 0:  # a node has whole tp_groups
+        return in_dp_cp // math.gcd(in_dp_cp, args.per_node // args.tp)
+    return args.ep // math.gcd(in_tp, args.per_node)
 
 
 def check(args, given):
@@ -2834,10 +2834,9 @@ def check(args, given):
 
     args: all fields of Args, set. given: {name: value} of the flags on the command line.
     """
-    for name, (rule, off) in NEEDS.items():
-        value = given.get(name, off)
-        sentence = f"{as_typed(name, value)} needs {rule}"
-        need(value == off or holds(rule, args), sentence)
+    for name, rule in NEEDS.items():
+        if name in given and given[name] != NOTHING.get(name):
+            need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
     for sentence in broken(RULES, args):
         raise ValueError(sentence)
 
@@ -2846,9 +2845,8 @@ def broken(rules, args):
     """Yield a sentence, which begins with flags and their values, for each rule that is broken."""
     for rule, fault in rules.items():
         if not holds(rule, args):
-            names = compile(rule, "", "eval").co_names
-            given = typed(args, *[name for name in names if name in flags_of(args)])
-            yield f"{given}: {fault.format_map(vars(args))}"
+            names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
+            yield f"{typed(args, *names)}: {fault.format_map(vars(args))}"
 
 
 def holds(rule, args):
@@ -2869,7 +2867,7 @@ def typed(args, *names):
 
 def flags_of(args):
     """Return {name: value} of all flags, without the other fields of Args."""
-    return {flag.name: getattr(args, flag.name) for flag in FLAGS}
+    return {name: getattr(args, name) for name in FLAGS}
 
 
 def schedule_of(args):
@@ -2913,17 +2911,17 @@ def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
 
     To fail is to raise OSError, ValueError, or what torch.distributed.checkpoint raises.
     """
-    fault = ""
+    fault = None
     try:
         result = call(*arguments)
     except (OSError, ValueError) as error:
-        fault = str(error) or repr(error)
-    except dcp.api.CheckpointException as error:  # all ranks raise it if one has failed
+        fault = first_line(error)
+    except dcp.api.CheckpointException as error:  # all ranks raise it, with {rank: (cause, where)}
         if dist.get_rank() in error.failures:
             cause, _ = error.failures[dist.get_rank()]
-            fault = str(cause) or repr(cause)
-    for rank, line in enumerate(gather_objects(first_line(fault), group)):
-        if line:
+            fault = first_line(cause)
+    for rank, line in enumerate(gather_objects(fault, group)):
+        if line is not None:
             who = f"rank {rank}: " if rank else ""
             raise TrainingError(f"{prefix}{who}{line}", status)
     return result
@@ -2936,13 +2934,14 @@ def require_same(own, prefix=""):
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
-                typed = f"rank {rank} has {as_typed(name, other[name])}"
-                raise TrainingError(f"{prefix}{typed}, rank 0 has {as_typed(name, value)}", 2)
+                unlike = f"rank {rank} has {as_typed(name, other[name])}"
+                raise TrainingError(f"{prefix}{unlike}, rank 0 has {as_typed(name, value)}", 2)
 
 
 def first_line(error):
-    """Return the first line of an error's text."""
-    return str(error).strip().split("\n")[0]
+    """Return the first line of an error's text, or its class and arguments if it has none."""
+    text = str(error).strip() or repr(error)
+    return text.split("\n")[0]
 
 
 # ---- one process ---------------------------------------------------------------------------------
@@ -2961,7 +2960,6 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # with fewer queues, kernels wait for unrelated messages
     "NCCL_MAX_P2P_NCHANNELS": "16",  # half of the usual channels, and so half of NCCL's buffers
 }
-OF_A_MACHINE = {"data", "checkpoint", "metrics"}  # paths, which may differ between machines
 
 
 def main(argv=None, work=train):
@@ -2999,12 +2997,7 @@ def join(argv):
     The group carries objects, flags and barriers, also on GPUs. Those of the mesh may use NCCL. A
     store holds values by name, which each process can set and get.
     """
-    words = [word for word in argv if word not in ("-h", "--help")]
-    try:  # no group can change its timeout later
-        given, _ = Parser().parse_known_args(words)
-        timeout = timedelta(seconds=vars(given).get("timeout", Args.timeout))
-    except ValueError:  # agree() refuses wrong flags on all ranks
-        timeout = timedelta(seconds=Args.timeout)
+    timeout = timedelta(seconds=timeout_of(argv))  # of the group, which cannot change it later
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -3014,6 +3007,15 @@ def join(argv):
     options = {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group("gloo", timeout=timeout, **options)
     return store
+
+
+def timeout_of(argv):
+    """Return --timeout, or its default if a flag is wrong, which agree() refuses on all ranks."""
+    try:
+        given, _ = Parser(add_help=False).parse_known_args(argv)
+    except ValueError:
+        return Args.timeout
+    return vars(given).get("timeout", Args.timeout)
 
 
 def perform(argv, work):
@@ -3049,12 +3051,43 @@ def agree(argv):
         args = on_all_ranks(parse, argv, world_size, per_node)
     local_rank = int(os.environ.get("LOCAL_RANK", rank % local_size))
     device = on_all_ranks(choose_device, args, local_rank, local_size)
-    own = {k: v for k, v in flags_of(args).items() if k not in OF_A_MACHINE}
+    own = {name: value for name, value in flags_of(args).items() if name not in PATHS}
     own["device"] = f"{args.device} ({device.type})"  # a machine may lack GPUs
     require_same(own)
     if over_nccl(args, device):
         schedule_as_batch("SCHED_OTHER")  # messages do not depend on gloo's threads
     return args, device
+
+
+def over_nccl(args, device):
+    """Return whether messages go over NCCL, for which each process needs a GPU of its own."""
+    return device.type == "cuda" and args.device != "shared"
+
+
+def make_group(ranks, timeout, gpu=None):
+    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
+
+    On a GPU it has NCCL, on a stream of high priority, so that messages do not wait for kernels of
+    the computation. Otherwise, and if it has one rank, it has the backend of the world, gloo.
+    """
+    is_alone = len(ranks) == 1
+    if is_alone or gpu is None:
+        return dist.new_group(ranks, timeout, use_local_synchronization=is_alone)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group() warns if it differs
+    return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
+
+
+def ranks_on_one_node(slices, per_node):
+    """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
+
+    Copies of a weight get equal bits only if all groups of an axis sum in the same order, which
+    depends on this number. With tp 4 and 6 ranks per node, ranks 0 to 3 share a node and 4 to 7 are
+    on two, so it is 1 for both groups.
+    """
+    nodes = slices // per_node
+    sizes = {size for row in nodes.tolist() for size in Counter(row).values()}
+    return min(sizes) if len(sizes) == 1 else 1
 
 
 def choose_device(args, local_rank=0, per_node=1):

@@ -103,19 +103,18 @@ def _name(typed):
 
 
 def test_every_flag_has_a_row_in_the_table():
-    assert {_name(typed) for typed, *_ in ROWS} == {flag.name for flag in hybrid.FLAGS}
+    assert {_name(typed) for typed, *_ in ROWS} == {*hybrid.FLAGS}
 
 
-NEEDS = {name: rule for name, (rule, _) in hybrid.NEEDS.items()}
 OFF = {"lr_decay != 'none'": "--lr-decay none", "sample != 0": "--sample 0"}  # of what is on
 
 
 @pytest.mark.parametrize("typed, needed, _", ROWS)
 def test_a_flag_is_refused_without_what_it_needs(typed, needed, _):
     name = _name(typed)
-    if needed or name in NEEDS:
+    if needed or name in hybrid.NEEDS:
         with pytest.raises(ValueError) as error:
-            hybrid.parse(f"{OFF.get(NEEDS[name], '')} {typed}".split(), 1)
+            hybrid.parse(f"{OFF.get(hybrid.NEEDS[name], '')} {typed}".split(), 1)
         assert re.match(f"{typed}(.0)? needs [a-z]", str(error.value))
         named = re.findall("[a-z_]+", str(error.value).split(" needs ")[1])
         assert not needed or {*named} & {_name(word) for word in re.findall("--[a-z-]+", needed)}
@@ -131,12 +130,10 @@ def test_chunks_is_accepted_with_the_schedules_whose_caller_chooses_them(name):
             hybrid.parse(flags, 2)
 
 
-@pytest.mark.parametrize("name", NEEDS)
-def test_a_flag_is_accepted_without_what_it_needs_if_its_value_means_that_it_is_off(name):
-    _, off = hybrid.NEEDS[name]
-    if off is not None:
-        args = hybrid.parse(hybrid.as_typed(name, off).split(), 1)
-        assert getattr(args, name) == off
+def test_a_flag_is_accepted_without_what_it_needs_if_its_value_asks_for_nothing():
+    for name, nothing in hybrid.NOTHING.items():
+        args = hybrid.parse(hybrid.as_typed(name, nothing).split(), 1)
+        assert getattr(args, name) == nothing
 
 
 class Saved:
@@ -228,7 +225,7 @@ def test_main_sets_the_environment_that_gpus_need_unless_it_is_set_and_no_collec
         assert f"- `{name}={value}`" in (PROJECT / "README.md").read_text()
 
 
-EMPTY = [flag.name for flag in hybrid.FLAGS if flag.type is not bool]
+EMPTY = [name for name, each in hybrid.FLAGS.items() if each.type is not bool]
 
 
 @pytest.mark.parametrize("name", EMPTY)
@@ -245,9 +242,8 @@ WRONG_FLAGS = """processes | flags | what the line names
 3 | --experts 4 --ep 2 | --dp 3, --ep 2
 4 | --zero 1 --replicate 3 | --dp 4, --replicate 3
 2 | --pp 2 --replicate 2 | --replicate 2, zero > 0
-4 | --dtype bf16 --zero 0 --replicate 1 | --dtype bf16, --replicate 1, --zero
-4 | --dtype bf16 --zero 0 --replicate 2 | --dtype bf16, --replicate 2, --zero
-1 | --dtype bf16 --replicate 3 | --dtype bf16, --replicate 3, --zero
+4 | --dtype bf16 --zero 0 | --dtype bf16, --zero 0
+1 | --dtype bf16 --replicate 3 | --dp 1, --replicate 3
 2 | --experts 5 --ep 2 | --experts 5, --ep 2
 2 | --experts 4 --pp 2 --schedule dualpipe --overlap | --overlap, --ep 1
 2 | --experts 4 --ep 2 --topk-nodes 3 | --topk-nodes 3, only 1 nodes
@@ -333,7 +329,6 @@ WRONG_FILES = """flags | what the line names
 --data /dev/zero | --data /dev/zero
 --checkpoint TEXT | --checkpoint TEXT
 --metrics no/such/folder/log | --metrics no/such/folder/log
---metrics PIPE | --metrics PIPE
 """
 
 
@@ -367,9 +362,7 @@ def test_without_flags_any_number_of_processes_trains_the_same_model():
         changed = {name for name in vars(one) if getattr(args, name) != getattr(one, name)}
         assert changed <= {"dp", "batch_size", "world_size", "per_node", "zero"}
         assert args.zero == (world_size > 1)
-    bf16 = hybrid.parse("--dtype bf16 --zero 0".split(), 4)
-    assert (bf16.zero, bf16.replicate) == (1, 4)  # fp32 weights that nothing divides
-    assert hybrid.parse("--dtype bf16 --zero 0 --replicate 4".split(), 4) == bf16
+    assert hybrid.parse(["--dtype", "bf16"], 1).zero == 1  # which keeps the fp32 weights
     degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --zero 1"  # valid for any number of processes
     assert [hybrid.parse(degrees.split(), n).dp for n in (1, 2, 3)] == [1, 2, 3]
 
@@ -490,6 +483,19 @@ def test_an_error_that_all_ranks_raise_is_printed_once_and_gives_the_status(tmp_
 
 def _fail_with_status_3(*_):
     _fail(3)
+
+
+def _fault_of_rank_1(error):
+    if dist.get_rank() == 1:
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError(), ValueError(" \n"), OSError(), OSError("a\nb")])
+@on_ranks(2)
+def test_an_error_of_one_rank_is_one_line_on_all_ranks_even_if_it_has_no_text(error):
+    line = str(error).strip().split("\n")[0] or re.escape(repr(error))
+    with pytest.raises(hybrid.TrainingError, match=f"^--flag: rank 1: {line}$"):
+        hybrid.on_all_ranks(_fault_of_rank_1, error, prefix="--flag: ")
 
 
 SLOW = """processes, per node, flags | what a warning names
@@ -776,7 +782,7 @@ def test_every_flag_is_among_the_random_ones():
     random = Random(shifted(1))
     layouts = [flag for _ in range(200) for flag in verify.draw(random, 4)[:-1]]
     names = re.findall("--[a-z-]+", " ".join([SMALL, *MORE, *layouts]))
-    assert {_name(typed) for typed in names} == {flag.name for flag in hybrid.FLAGS}
+    assert {_name(typed) for typed in names} == {*hybrid.FLAGS}
 
 
 def _accepted(words, world_size, per_node):
@@ -989,8 +995,8 @@ def test_help_is_in_groups_and_is_printed_by_one_rank(tmp_path):
     assert flags_of["experts"][:2] == ["experts", "top-k"]
     assert {"ffn", "dropout"} <= {*flags_of["model"]} and {"sp", "pp"} <= {*flags_of["layout"]}
     listed = sum(flags_of.values(), [])
-    assert sorted(listed) == sorted(flag.name.replace("_", "-") for flag in hybrid.FLAGS)
-    for needs in NEEDS.values():
+    assert sorted(listed) == sorted(name.replace("_", "-") for name in hybrid.FLAGS)
+    for needs in hybrid.NEEDS.values():
         assert f"needs {needs}" in re.sub(r"\s+", " ", text)
 
 

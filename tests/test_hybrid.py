@@ -1,9 +1,11 @@
 """Every layout of hybrid.py trains as one process does; batches, metrics and errors."""
 
+import inspect
 import io
 import itertools
 import math
 import re
+import textwrap
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
@@ -38,7 +40,7 @@ from ranks import least_bytes, on_ranks, run, shifted, soak
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceTraining
 from sequence_parallel import simple_allgather_attention
-from tensor_parallel import split_mlp, tensor_parallel_layer_bytes
+from tensor_parallel import tensor_parallel_layer_bytes
 from transformer import saved_bytes
 from verify import gathered
 from zero import zero_rounds
@@ -64,14 +66,13 @@ OWN_PARTS = {  # {name: dim along which the technique's ranks have parts of the 
     "zero": {},
     "cp": {"positions": 0},
     "sp": {"qkv": 1, "out": 1, "up": 0, "down": 1},
-    "ep": {"up": 0, "down": 0},
 }
 
 
 @pytest.mark.parametrize("technique", OWN_PARTS)
 @on_ranks(4)
-def test_zero_cp_sp_and_ep_join_the_plain_forms_as_the_comment_after_plain_step_says(technique):
-    """A group that plain_groups() calls dp is that of cp or ep, if one of these is tested."""
+def test_zero_cp_and_sp_join_the_plain_forms_as_the_comment_after_plain_step_says(technique):
+    """The group that plain_groups() calls dp is that of cp, if cp is tested."""
     torch.set_default_dtype(torch.float64)
     V, T, D, heads, layers, batch = GRID.values()
     whole, reference = whole_weights(**GRID), whole_weights(**GRID)
@@ -79,7 +80,7 @@ def test_zero_cp_sp_and_ep_join_the_plain_forms_as_the_comment_after_plain_step_
     groups = hybrid.plain_groups(pp=2, dp=2 // tp, tp=tp)
     group = groups["tp" if technique == "sp" else "dp"]
     rank, P = rank_and_size(group)
-    (pp_rank, pp), routers = rank_and_size(groups["pp"]), {}
+    pp_rank, pp = rank_and_size(groups["pp"])
     tokens = torch.randint(V, (batch, T + 1))
     dim, count = 0, batch * T
     if technique == "zero":
@@ -87,18 +88,8 @@ def test_zero_cp_sp_and_ep_join_the_plain_forms_as_the_comment_after_plain_step_
     elif technique == "cp":
         dim = 1
         whole["positions"] = whole["positions"].chunk(P)[rank]
-    elif technique == "ep":
-        for own, layer in zip(whole["layers"], reference["layers"]):
-            layer |= {"router": torch.randn(P, D), "up": torch.randn(P, 4 * D, D)}
-            layer["down"] = torch.randn(P, D, 4 * D)
-            own |= {"up": layer["up"][rank], "down": layer["down"][rank]}
     stage = hybrid.PlainStage(whole, D // heads, groups)
     parameters = dict(stage.named_parameters())
-    if technique == "ep":
-        for i, layer in enumerate(stage.layers):
-            router = counterpart(reference, f"layers.{i}.router", layers // pp * pp_rank)
-            routers[layer.up] = torch.nn.Parameter(router.clone())
-            parameters[f"layers.{i}.router"] = routers[layer.up]
     sgd = torch.optim.SGD(leaves_of(reference), 0.5)
     loss = loss_by_one_process(reference, tokens, heads)
     loss.backward()
@@ -106,10 +97,6 @@ def test_zero_cp_sp_and_ep_join_the_plain_forms_as_the_comment_after_plain_step_
 
     def across_positions(q, k, v, is_causal):
         return simple_allgather_attention(q, k, v, group)
-
-    def across_experts(x, up, down, tp_group):
-        expert = lambda rows: split_mlp(rows, up, down, tp_group)
-        return switch_layer(x.flatten(0, 1), routers[up], expert, group).view_as(x)
 
     if technique == "sp" and stage.is_first:
         stage.layers.register_forward_pre_hook(lambda _, x: scatter_to_group(*x, 1, group))
@@ -121,7 +108,6 @@ def test_zero_cp_sp_and_ep_join_the_plain_forms_as_the_comment_after_plain_step_
         "zero": nullcontext(),
         "sp": patch.multiple(tensor_parallel, copy_to_group=f, reduce_from_group=g),
         "cp": patch.object(torch.nn.functional, "scaled_dot_product_attention", across_positions),
-        "ep": patch.object(hybrid, "split_mlp", across_experts),
     }
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if technique != "sp":
@@ -152,6 +138,66 @@ def test_zero_cp_sp_and_ep_join_the_plain_forms_as_the_comment_after_plain_step_
         expected = counterpart(reference, name, layers // pp * pp_rank)
         if dim_of(name) is not None:
             expected = expected.chunk(P, dim_of(name))[rank].view_as(parameter)
+        torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
+
+
+def with_lines_for(technique, function, **names):
+    """Return a function or class of hybrid with the lines - and + of a technique in its source.
+
+    names: what these lines use and hybrid does not.
+    """
+    source = inspect.getsource(function)
+    comment = re.search(rf"^# {technique} .*?(?=^#$)", inspect.getsource(hybrid), re.M | re.S)[0]
+    for change in re.finditer(r"((?:^# +-  .*\n)+)((?:^# +\+  .*\n)+)", comment, re.M):
+        uncommented = (re.sub(r"^# +[-+]  ", "", lines, flags=re.M) for lines in change.groups())
+        old, new = map(str.rstrip, uncommented)
+        place = re.search(rf"^( *){re.escape(old.splitlines()[0])}$", source, re.M)
+        if place:
+            lines = textwrap.indent(old, place[1])
+            assert source.count(lines) == 1
+            source = source.replace(lines, textwrap.indent(new, place[1]))
+    assert source != inspect.getsource(function)
+    scope = vars(hybrid) | names
+    exec(source, scope)
+    return scope[function.__name__]
+
+
+@on_ranks(4)
+def test_the_lines_for_experts_make_plain_step_train_them_as_one_process_does():
+    """Two experts, each of which two ranks split."""
+    torch.set_default_dtype(torch.float64)
+    V, T, D, heads, _, batch = GRID.values()
+    groups = hybrid.plain_groups(pp=1, dp=2, tp=2)
+    rank, P = rank_and_size(groups["dp"])
+    tp_rank, tp = rank_and_size(groups["tp"])
+    whole, reference = whole_weights(**GRID), whole_weights(**GRID)
+    for own, layer in zip(whole["layers"], reference["layers"]):
+        layer |= {"router": torch.randn(P, D), "up": torch.randn(P, 4 * D, D)}
+        layer["down"] = torch.randn(P, D, 4 * D)
+        own |= {"up": layer["up"][rank], "down": layer["down"][rank]}
+    layer_with_experts = with_lines_for("ep", hybrid.PlainLayer, switch_layer=switch_layer)
+    step_with_experts = with_lines_for("ep", hybrid.plain_step)
+    with patch.object(hybrid, "PlainLayer", layer_with_experts):
+        stage = hybrid.PlainStage(whole, D // heads, groups)
+    for own, layer in zip(stage.layers, reference["layers"]):
+        own.dp_group = groups["dp"]
+        own.router = torch.nn.Parameter(layer["router"].clone())
+    tokens = torch.randint(V, (batch, T + 1))
+    sgd = torch.optim.SGD(leaves_of(reference), 0.5)
+    expected = loss_by_one_process(reference, tokens, heads)
+    expected.backward()
+    sgd.step()
+    optimizer = torch.optim.SGD(stage.parameters(), 0.5)
+    loss = step_with_experts(stage, optimizer, tokens, 2, groups)
+    assert loss == pytest.approx(expected.item(), rel=1e-13)
+    dims = {"qkv": 1, "out": 1, "up": 0, "down": 1}
+    for name, parameter in stage.named_parameters():
+        expected = counterpart(reference, name, 0)
+        kind = name.rsplit(".", 1)[-1]
+        if kind in ("up", "down"):
+            expected = expected[rank]
+        if kind in dims:
+            expected = expected.chunk(tp, dims[kind])[tp_rank]
         torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -871,8 +917,8 @@ MIXED_BY_BIAS = "--layers 2 --experts 4 --balance bias"
         (f"--dp 2 --tp 2 --zero 0 {MIXED_BY_BIAS}", ["ln_2.bias"]),
         ("--dp 4 --replicate 2 --zero 3 --dtype bf16 --moments bf16", ["weight"]),
         soak(f"--zero 0 --pp 2 --dp 2 --ep 2 {MIXED_BY_BIAS}", ["router.weight", "experts.w_in"]),
-        soak("--pp 2 --cp 2 --dtype bf16 --zero 0", ["c_fc.bias"]),
-        soak(f"--zero 0 --tp 2 --dp 2 {MIXED_BY_BIAS} --dtype bf16", ["router.weight"]),
+        soak("--pp 2 --cp 2 --dtype bf16 --replicate 2", ["c_fc.bias"]),
+        soak(f"--replicate 2 --tp 2 --dp 2 {MIXED_BY_BIAS} --dtype bf16", ["router.weight"]),
         soak(f"--zero 2 --dp 4 --ep 2 {MIXED_BY_BIAS}", ["weight", "experts.w_out"]),
     ],
 )

@@ -198,7 +198,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "DualPipe's replicas do not sum gradients | 2 | --pp 2 --schedule dualpipe --microbatches 4":
         put(hybrid, "sum_replicas", lambda right: lambda *a: None),
     "DualPipe's replicas count twice | 2 | --pp 2 --schedule dualpipe --microbatches 4":
-        with_placements(lambda row: {"is_copy": row.is_copy and row.chunk == 0}),
+        with_placements(lambda row: {"is_original": row.is_original or row.chunk == 1}),
     "balance losses are not divided by the microbatches | 1 | --experts 4 --microbatches 2":
         with_arguments("make_moe", args=lambda args: replace(args, microbatches=1)),
     "balance losses are those of this rank's tokens | 2 | --dp 2 --experts 4":
@@ -233,9 +233,9 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "the norm is that of this rank's shards | 2 | --tp 2":
         put(hybrid, "get_total_norm", lambda right: lambda tensors, groups: right(tensors)),
     "what all tp ranks hold counts once for each in the norm | 2 | --tp 2":
-        put(hybrid.Placement, "counts", lambda right: property(lambda row: not row.is_copy)),
+        put(hybrid.Placement, "counts", lambda right: property(lambda row: row.is_original)),
     "the tied weight counts twice in the norm | 2 | --pp 2":
-        with_placements(lambda row: {"is_copy": False}),
+        with_placements(lambda row: {"is_original": True}),
     "Llama: norms' gradients are those of this rank's tokens | 2 | --tp 2 --sp --block llama":
         put(hybrid, "of_own_tokens", lambda right: lambda module, config: module),
     "Llama: rotation counts positions from the shard's first | 2 | --cp 2 --block llama":

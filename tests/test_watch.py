@@ -84,7 +84,7 @@ def test_mfu_compares_with_the_peak_of_the_exact_gpu_in_bf16_or_that_of_the_flag
     named = lambda name: monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     peak = lambda flags: hybrid.known_peak(hybrid.parse(flags.split(), 1), gpu)
     for name, dtype, expected in [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA B200", "bf16", 2250),
         ("NVIDIA H100 80GB HBM3", "tf32", None), ("NVIDIA A100-SXM4-80GB", "fp32", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None), ("NVIDIA X1", "bf16", None),
     ]:  # fmt: skip
@@ -120,7 +120,7 @@ def test_flops_are_those_of_matrix_products_without_recomputation():
 START = """processes | flags | what was derived
 1 | --steps 9 | 1 x cpu, --pp 1 --dp 1 --cp 1 --tp 1 --ep 1 --zero 0, --batch-size 16 --microbatches
 4 | --tp 2 --dp 2 --experts 4 | 4 x cpu, --dp 2 --cp 1 --tp 2 --ep 1 --zero 1 --replicate 1
-4 | --zero 0 --dtype bf16 | 4 x cpu, --dp 4, --zero 1 --replicate 4, --dtype bf16
+4 | --replicate 4 --dtype bf16 | 4 x cpu, --dp 4, --zero 1 --replicate 4, --dtype bf16
 4 | --pp 2 --schedule dualpipe --sp --tp 2 | 4 x cpu, --schedule dualpipe, --microbatches 8
 """
 
@@ -187,8 +187,26 @@ def test_a_bit_that_differs_between_copies_is_named_by_ranks_and_parameter(line)
         hybrid.require_equal_copies(trainer)
     fault = str(error.value)
     one, other = ranks.split()
-    assert error.value.status == 1 and fault.startswith(f"{what}[")
+    assert error.value.status == 1 and fault.startswith(f"{what} at [")
     assert fault.endswith(f" on rank {one} differs from its copy on rank {other}")
+
+
+@on_ranks(2)
+def test_copies_that_are_cut_into_other_boxes_are_not_passed_over():
+    trainer, state_of = make_trainer("--dp 2 --zero 0"), hybrid.state_of
+
+    def cut_on_rank_1(trainer, chunk):
+        state = state_of(trainer, chunk)
+        whole = state["model"]["transformer.ln_f.weight"]
+        if dist.get_rank() == 1:
+            box = whole.boxes[0,]
+            whole.boxes = {(0,): box[:5], (5,): box[5:]}
+        return state
+
+    sentence = r"^transformer.ln_f.weight at \[0\] on rank 1 differs from its copy on rank 0$"
+    with patch.object(hybrid, "state_of", cut_on_rank_1):
+        with pytest.raises(hybrid.TrainingError, match=sentence):
+            hybrid.require_equal_copies(trainer)
 
 
 def test_a_fingerprint_changes_with_every_bit_and_with_the_order():
@@ -230,7 +248,7 @@ def test_a_process_compares_the_cuts_of_tp_s_copies_in_its_first_step_also_if_it
 def test_a_sum_over_tp_of_experts_of_which_its_ranks_hold_different_ones_is_refused():
     trainer = make_trainer("--tp 2 --sp --experts 4 --ep 2")
     right = trainer.homes.experts
-    wrong = replace(right, copies_group=trainer.mesh.tp_group)
+    wrong = replace(right, tp_group=trainer.mesh.tp_group)
     trainer.homes = trainer.homes._replace(experts=wrong)
     trainer.placements = [
         replace(row, home=wrong) if row.home is right else row for row in trainer.placements

@@ -39,7 +39,7 @@ def sums_of(row, trainer):
     mesh = trainer.mesh
     groups = [("dp x cp", row.home.dp_cp_group)]
     if row.sum_over_tp:
-        groups.append(("tp", row.home.copies_group))
+        groups.append(("tp", row.home.tp_group))
     if trainer.replicated:
         groups.append(("replicas", mesh.pp_group))
     if row.is_tied and hasattr(mesh, "embedding_group"):
@@ -50,19 +50,19 @@ def sums_of(row, trainer):
 
 def cells_of(row, trainer):
     """Return what the table says of a parameter besides its name."""
-    whole, _ = hybrid.views_in_whole(row.tensor, row.tensor, row.shard)
-    split = ranks_of(row.home.split_group) if row.shard else ""
+    whole, _ = hybrid.views_in_whole(row.tensor, row.tensor, row.part)
+    split = ranks_of(row.home.split_group) if row.part else ""
     cut = ranks_of(row.home.shard_group) if trainer.args.zero else ""
     begins = row.initial
     if isinstance(row.initial, hybrid.Normal):
         begins = f"std {row.initial.std:.4g}"
     return (
         " x ".join(map(str, whole)),
-        f"dim {row.shard.dim} over {split}" if split else "no",
+        f"dim {row.part.dim} over {split}" if split else "no",
         cut or "no",
         sums_of(row, trainer),
         str(begins),
-        "a copy" if row.is_copy else "yes" if row.counts else "first of tp does",
+        "yes" if row.counts else "first of tp does" if row.is_original else "a copy",
     )
 
 

@@ -173,8 +173,8 @@ def parameters_of(config):
         part = "layer with experts" if int(number) else "layer"
         layers |= dict.fromkeys(block.parameters(), part)
     for row in (row for row in rows if not row.is_buffer):
-        others = "copy" if row.is_copy else ("embedding", "head")[row.chunk]
-        kind = "experts" if row.module.is_expert else "split" if row.shard else "copied"
+        others = ("embedding", "head")[row.chunk] if row.is_original else "copy"
+        kind = "experts" if row.module.is_expert else "split" if row.part else "copied"
         found[layers.get(row.tensor, others), kind] += row.tensor.numel()
     return found
 
@@ -630,7 +630,7 @@ def parse(argv):
     for flag in given.items():
         if flag[0] not in names and flag != ("dtype", "bf16"):
             raise ValueError(f"{hybrid.as_typed(*flag)} means nothing to a plan, which is in bf16")
-    args = argparse.Namespace(**{flag.name: flag.default for flag in hybrid.FLAGS}, **own)
+    args = argparse.Namespace(**{name: each.default for name, each in hybrid.FLAGS.items()}, **own)
     _, config = MODELS.get(args.model, (0, GPTConfig()))
     vars(args).update(vars(config) | given | {"given": given, "machine": GPUS[args.gpu]})
     args.fixed = {name: [value] for name, value in given.items()}
@@ -646,11 +646,10 @@ def parse(argv):
         known.add("recompute == 'full'")
     if "schedule" in given:
         known.add(f"schedule in {CAN_OVERLAP}")
-    for flag in hybrid.FLAGS:
-        needs, _ = hybrid.NEEDS.get(flag.name, (None, None))
-        value = given.get(flag.name)
-        if needs in known and value is not None and not hybrid.holds(needs, args):
-            raise ValueError(f"{hybrid.as_typed(flag.name, value)} needs {needs}")
+    for name, value in given.items():
+        needs = hybrid.NEEDS.get(name)
+        if needs in known and not hybrid.holds(needs, args):
+            raise ValueError(f"{hybrid.as_typed(name, value)} needs {needs}")
     return args
 
 
