@@ -794,14 +794,15 @@ MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 message
 
 def post(work, sends, receives):
     """Begin a batch of messages. Return a function that waits for them and holds their tensors."""
+    if max(len(sends), len(receives)) > MOST_PEERS:
+        # Empty messages are counted, or a peer might have a message in another batch.
+        first = post(work, sends[:MOST_PEERS], receives[:MOST_PEERS])
+        others = post(work, sends[MOST_PEERS:], receives[MOST_PEERS:])
+        return lambda: (first(), others())
     sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
     receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
     if not sends and not receives:
         return lambda: None
-    if max(len(sends), len(receives)) > MOST_PEERS:
-        first = post(work, sends[:MOST_PEERS], receives[:MOST_PEERS])
-        others = post(work, sends[MOST_PEERS:], receives[MOST_PEERS:])
-        return lambda: (first(), others())
     work.tell("post", sends, receives)
     if (receives or sends)[0][0].is_cuda and not work.queue.on_nccl:
         return _post_through_host(work, sends, receives)
@@ -1533,7 +1534,7 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
 def set_backend_collectives(group=None):
     """Let the backend run the group's collectives, which count_bytes() then rejects.
 
-    Exceptions are reduce(), and all_gather() of unequal lengths.
+    Exceptions are reduce(), and all_gather() of unequal lengths. Call it on all ranks of the group.
     """
     membership(group, "set_backend_collectives").uses_backend = dist.get_world_size(group) > 1
 
@@ -1567,7 +1568,8 @@ def schedule_as_batch(policy="SCHED_BATCH"):
     a lock that this thread holds. Messages would take 2-5 ms, not 0.1 ms. SCHED_OTHER undoes it.
     """
     if hasattr(os, policy):
-        os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
 
 def run_ranks(function, world_size=4):

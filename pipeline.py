@@ -375,7 +375,8 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
     like: a tensor with the shape, dtype and device that everything has that ranks send.
 
     Layers of torch.nn compute the gradients of input and weights together. So here an I is a whole
-    backward, and a W does nothing. Returns the losses of microbatches whose routes end here.
+    backward, and a W does nothing. Returns the losses of microbatches whose routes end here. After
+    dualpipe(), which has each layer on two ranks, sum_replicas() has to sum the gradients of both.
     """
     rank, _ = rank_and_size(group)
     arrived = {}  # {Transfer: tensor}, until an action uses it

@@ -529,6 +529,31 @@ def test_messages_to_many_peers_are_divided_into_several_batches():
             assert [len(batch) for batch in posted] == (sizes if at_root else others)
 
 
+@on_ranks(6)
+def test_a_message_is_in_the_same_batch_on_both_ranks_also_if_others_are_empty():
+    """NCCL would wait for ever, since a batch ends when all of its messages have been sent."""
+    rank, P = rank_and_size()
+    rows = [[(source * source + peer) % 2 for peer in range(P)] for source in range(P)]
+    arriving = [of_source[rank] for of_source in rows]
+    batches = []
+
+    def listen(event, work, sends=(), receives=()):
+        if event == "post":
+            distances = [(peer - rank) % P for _, peer in sends]
+            distances += [(rank - peer) % P for _, peer in receives]
+            batches.append(distances)
+
+    x = torch.full((sum(rows[rank]), 1), float(rank))
+    output = x.new_empty(sum(arriving), 1)
+    with as_on_nccl(), patch.object(collectives, "MOST_PEERS", 2), observe(listen):
+        all_to_all_single(output, x, arriving, rows[rank])
+    sources = torch.arange(float(P)).repeat_interleave(torch.tensor(arriving))
+    _same(output.flatten(), sources)
+    assert any(batches)
+    for distances in batches:  # of 1 and 2 ranks, of 3 and 4, or of 5
+        assert len({(distance - 1) // 2 for distance in distances}) == 1
+
+
 @on_ranks(4)
 def test_every_message_of_an_aligned_row_is_aligned_to_128_bytes():
     """This holds for all lengths, where an algorithm cuts a row into chunks, segments or pieces."""
