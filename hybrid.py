@@ -2032,12 +2032,13 @@ def is_moment(value, weight):
     return torch.is_tensor(value) and value.shape == weight.shape
 
 
-def require_savable(trainer, options):
+def require_savable(trainer, options, attributes):
     """Raise ValueError if the optimizer has state that a checkpoint would lose in silence.
 
-    options: those of its groups before the first step. The learning rate is the trainer's.
+    options, attributes: those of its groups, and its own, before the first step. The learning rate
+    is the trainer's.
     """
-    lost = lost_values(trainer) | hidden_state(trainer)
+    lost = lost_values(trainer) | hidden_state(trainer, attributes)
     for group, before in zip(trainer.optimizer.param_groups, options):
         names = group.keys() - {"params", "lr", "shards"}
         lost.update(name for name in names if group[name] is not before.get(name))
@@ -2060,13 +2061,16 @@ def lost_values(trainer):
     return lost
 
 
-def hidden_state(trainer):
-    """Return which attributes of the optimizer hold tensors of weights' shapes, or optimizers."""
+def hidden_state(trainer, attributes):
+    """Return which attributes hold tensors of weights' shapes, optimizers, or changed numbers."""
     optimizer = trainer.optimizer
     shapes = {weight.shape for weight in trainer.parameters()}
     hidden = set()
     for name in vars(optimizer).keys() - {"state", "param_groups"}:
-        for value in tree_leaves(vars(optimizer)[name]):
+        own = vars(optimizer)[name]
+        if type(own) in (int, float) and own != attributes.get(name):
+            hidden.add(name)
+        for value in tree_leaves(own):
             is_other = isinstance(value, torch.optim.Optimizer) and value is not optimizer
             if is_other or (torch.is_tensor(value) and value.shape in shapes):
                 hidden.add(name)
@@ -2119,6 +2123,7 @@ class Saver:
         self.lock = on_all_ranks(claim, self.folder, prefix=f"--checkpoint {folder}: ")
         self.data_digest = data_digest
         self.options = [dict(group) for group in trainer.optimizer.param_groups]
+        self.attributes = dict(vars(trainer.optimizer))
         self.sigterm = False
         self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
         self.executor = ThreadPoolExecutor(1)  # Python waits for its thread before it exits
@@ -2131,7 +2136,8 @@ class Saver:
         self.wait()
         trainer = self.trainer
         prefix = f"--checkpoint {self.folder}: "
-        on_all_ranks(require_savable, trainer, self.options, prefix=prefix, status=1)
+        before = self.options, self.attributes
+        on_all_ranks(require_savable, trainer, *before, prefix=prefix, status=1)
         run = flags_of(trainer.args) | {"step": trainer.steps_done}
         run |= {"optimizer": type(trainer.optimizer).__name__, "data_digest": self.data_digest}
         state = copy_to_host(state_of(trainer))
@@ -2289,6 +2295,8 @@ def resume(trainer, folder, data_digest=""):
     trainer.steps_done = run["step"]
     if trainer.steps_done:  # before the first step there are no moments
         create_moments(trainer)
+        kinds = set().union(*gather_objects([*state_of(trainer)]))
+        on_all_ranks(require_all_kinds, path, kinds, run, type(trainer.optimizer).__name__)
     for chunk in range(len(trainer.chunks)):  # since embedding and head have one name
         load = lambda: dcp.load(state_of(trainer, chunk), checkpoint_id=path)
         on_all_ranks(load, prefix=f"--checkpoint {path}: ")
@@ -2297,6 +2305,19 @@ def resume(trainer, folder, data_digest=""):
         found = differences(trainer, run, data_digest) if trainer.steps_done else []
         if found:
             print(f"continues with {', '.join(found)}", flush=True)
+
+
+def require_all_kinds(path, kinds, run, optimizer):
+    """Raise ValueError if the optimizer of this name has saved a kind of state that `kinds` lacks.
+
+    It would be lost in silence. The state of another optimizer is, too, but differences() says so.
+    run: what run.json says
+    """
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata  # {kind.name: ...}
+    lost = {name.partition(".")[0] for name in saved} - kinds
+    which = ", ".join(sorted(lost))
+    why = f"{optimizer} creates {which} after its first step, so it cannot be loaded"
+    need(not lost or run["optimizer"] != optimizer, f"{path}: {why}")
 
 
 def check_checkpoint(path, args):

@@ -255,6 +255,26 @@ class Counting(Signs):
         self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
 
 
+class Attribute(Signs):
+    """An optimizer that counts its steps in an attribute."""
+
+    steps = 0
+
+    def step(self):
+        super().step()
+        self.steps += 1
+
+
+class Late(Signs):
+    """An optimizer with state that it creates in its third step."""
+
+    def step(self):
+        super().step()
+        for weight, state in self.state.items():
+            if state["step"] == 3:
+                state["slow"] = weight.clone()
+
+
 class Skipping(Signs):
     """An optimizer whose weights have not taken the same steps."""
 
@@ -291,7 +311,7 @@ OPTIMIZERS = {
 OTHERS = [name for name in OPTIMIZERS if name not in ("undeclared", "muon")]
 LOST = {  # {optimizer: what checkpoints would lose}
     Factors: "factor", Hidden: "means", Nested: "inner", Counting: "step", Skipping: "step",
-    Misnamed: "model",
+    Misnamed: "model", Attribute: "steps",
     torch.optim.NAdam: "mu_product", torch.optim.ASGD: "eta, mu",
 }  # fmt: skip
 
@@ -350,6 +370,13 @@ def test_a_run_with_another_optimizer_than_that_of_the_checkpoint_is_refused_or_
     assert status == 2 and "step_00000004" in line and "exp_avg" in line
     assert _with_optimizer(torch.optim.SGD, "--steps 6", folder, printed) is None  # without state
     assert "--optimizer SGD (was Signs)" in printed.getvalue()
+
+
+@on_ranks(1)
+def test_a_run_whose_optimizer_would_not_load_all_of_its_state_is_refused(tmp_path):
+    assert _with_optimizer(Late, "", tmp_path) is None
+    status, line = _with_optimizer(Late, "--steps 6", tmp_path)
+    assert status == 2 and "Late creates slow after its first step" in line
 
 
 @on_ranks(1)
