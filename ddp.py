@@ -203,10 +203,12 @@ class GradientSum:
                 flat.copy_(compressed)
 
     All ranks call start() in the same order, mostly while backward runs, and then wait() once for
-    each start, in that order. The gradients are already divided by the divisor. A bucket
-    passes the same tensor in every round, so an object can keep state by it, such as an error that
-    a compression has left. No checkpoint holds this state. PyTorch's register_comm_hook() takes one
-    function instead, which divides by itself and returns a Future of the result.
+    each start, in that order. The gradients are already divided by the divisor. The result must
+    have the same bits on all ranks, or their weights differ from then on, which nothing here sees.
+    A bucket passes the same tensor in every round, so an object can keep state by it, such as an
+    error that a compression has left. No checkpoint holds this state. zero.py does not take such an
+    object. PyTorch's register_comm_hook() takes one function instead, which divides by itself and
+    returns a Future of the result.
     """
 
     def start(self, flat, group):

@@ -1,5 +1,6 @@
 """Flags of hybrid.py: each has an effect or is refused, alone and in random sets; processes."""
 
+import ast
 import gc
 import hashlib
 import io
@@ -100,6 +101,15 @@ TINY += f" --batch-size 4 --steps 4 --warmup 1 --data ../text --sample 9 --seed 
 
 def _name(typed):
     return typed.split()[0].removeprefix("--").replace("-", "_")
+
+
+def test_every_flag_is_read_somewhere():
+    """Plain pytest observes the effects of a few flags only, and soak those of all."""
+    tree = ast.parse((PROJECT / "hybrid.py").read_text())
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    keys = [node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
+    read |= {key.value for key in keys if isinstance(key, ast.Constant)}
+    assert {*hybrid.FLAGS} <= read
 
 
 def test_every_flag_has_a_row_in_the_table():
