@@ -543,8 +543,8 @@ class DistributedDataParallel(nn.Module):
         all gradients are None or zero        run one, and broadcast buffers: it has had no batch
         otherwise                             do nothing: backward has ended the round
 
-        The wrapper of zero.py raises an error in the third case: its ranks need each other's shards,
-        so each has to run every pass.
+        The wrapper of zero.py raises an error in the third case: its ranks need each other's
+        shards, so each has to run every pass.
         """
         is_expected = not self.reducer.is_idle or self._expects_backward
         if is_expected or self._has_no_gradient():
