@@ -12,7 +12,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from unittest.mock import patch
 
 import torch
@@ -235,9 +236,9 @@ def advice(text):
 
 def functions_of(path):
     """Return the functions and classes {name: object} that a file defines, rather than imports."""
-    spec = spec_from_file_location("mine", path)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader = SourceFileLoader("mine", str(path))  # of a file with any name
+    module = module_from_spec(spec_from_loader("mine", loader))
+    loader.exec_module(module)
     return {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == "mine"}
 
 
