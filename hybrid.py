@@ -1143,7 +1143,7 @@ def adamw(args, groups):
 #     norms          LayerNorm                        RMSNorm
 #     positions      wpe[t] is added to wte[token]    each layer rotates q and k by an angle ~ t
 #     MLP, expert    W_out gelu(W_in x)               W_out (silu(W_gate x) * W_up x), "SwiGLU"
-#     biases         in all layers but experts        none
+#     biases         in norms, attention and MLPs     none
 #     head           the embedding's weight           a weight of its own
 
 
@@ -2604,13 +2604,13 @@ class Args(GPTConfig):
     tp: int = flag(1, "ranks that split every matrix")
     cp: int = flag(1, "ranks that split the sequence, in attention too")
     pp: int = flag(1, "ranks of the pipeline")
-    zero: int | None = flag(None, "ZeRO stage (default: 1, or 0 if dp x cp = 1)", choices=range(4))
+    zero: int | None = flag(None, "ZeRO stage (default: 1, or 0 on one fp32 replica)", choices=range(4))
     replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)")
     cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
     overlap: bool = flag(False, "compute forwards while backwards' tokens travel, and vice versa")
     chunks: int = flag(2, "pipeline stages on each rank")
-    microbatches: int | None = flag(None, "parts of a batch (default: up to 4 x pp)", below=10**5)
+    microbatches: int | None = flag(None, "parts of a batch (default: with pp up to 4 x pp)", below=10**5)
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
     expert_parts: int | None = flag(None, "parts in which tokens go to experts (default: 1 or 2)")
     collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"))
@@ -3074,6 +3074,7 @@ def agree(argv):
     device = on_all_ranks(choose_device, args, local_rank, local_size)
     own = {name: value for name, value in flags_of(args).items() if name not in PATHS}
     own["device"] = f"{args.device} ({device.type})"  # a machine may lack GPUs
+    own["checkpoint"] = "PATH" if args.checkpoint else None  # all ranks save, or none does
     require_same(own)
     if over_nccl(args, device):
         schedule_as_batch("SCHED_OTHER")  # messages do not depend on gloo's threads

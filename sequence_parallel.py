@@ -94,6 +94,7 @@ def simple_allgather_attention(q, k, v, group=None):
 # computed part by part, while keys and values arrive from one rank after another, on a ring.
 
 
+@torch.no_grad()  # or backward would be wrong in silence
 def simple_ring_attention(q, k, v, group=None):
     """Do the same as simple_allgather_attention(), but with one rank's keys and values at a time.
 

@@ -155,8 +155,8 @@ def own_part(indices, start, size):
 def split_embedding(tokens, weight, group=None):
     """Look tokens up in an embedding of which rank r has the r-th part, (vocabulary/P, D).
 
-    A rank takes zeros for tokens whose rows it does not have, and the results are summed. For a
-    token outside the vocabulary the sum is zero too. Types: weight V -> I.
+    P divides the vocabulary. A rank takes zeros for tokens whose rows it does not have, and the
+    results are summed. For a token outside the vocabulary the sum is zero too. Types: weight V -> I.
     """
     rank, _ = rank_and_size(group)
     local, is_here = own_part(tokens, rank * len(weight), len(weight))
@@ -564,7 +564,8 @@ def vocab_parallel_cross_entropy(
     """Compute each token's cross-entropy as split_cross_entropy() does, but in less memory.
 
     logits: (N, vocab_size/P), this rank's columns, as VocabParallelEmbedding divides them.
-    target: (N,) token ids, the same on every rank.
+    target: (N,) token ids in the order of the logits, the same on every rank. For logits flattened
+        from (T, B, vocab_size/P), that is (T, B), too.
     inplace: whether backward's gradient is written over the logits, which no other loss can then
         use. If not, it takes as much memory as they do.
     Types: logits V -> losses I, so all ranks must use all losses identically.

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from concurrent import futures
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -775,6 +775,33 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_the_flag(tmp_path)
     (folder / "step_9").mkdir()  # the name of no checkpoint
     _train("--steps 6", folder)
     assert _complete(folder) == ["again", "step_00000004", "step_00000006", "step_9"]
+
+
+@on_ranks(1)
+def test_only_flags_that_no_weight_depends_on_may_change_when_a_run_continues():
+    args = hybrid.parse([], 1)
+    free = "dropout sp recompute recompute_layers capacity_factor topk_nodes".split()
+    for name in hybrid.MODEL_FLAGS:
+        saved = hybrid.flags_of(args) | {name: "another"}
+        refused = pytest.raises(ValueError, match=f"{hybrid.as_typed(name)} another")
+        with (
+            patch.object(hybrid, "read_run", lambda *_: saved),
+            nullcontext() if name in free else refused,
+        ):
+            hybrid.check_checkpoint(Path("folder"), args)
+
+
+@on_ranks(2)
+def test_ranks_that_see_different_checkpoints_resume_from_that_of_the_first_rank(tmp_path):
+    """A network file system may show a folder later on one node than on another."""
+    _train("", tmp_path)
+    args = hybrid.parse(shlex.split(FLAGS), 2)
+    trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
+    seen = hybrid.checkpoints_of
+    late = lambda folder: seen(folder)[: 1 if dist.get_rank() == 1 else None]
+    with patch.object(hybrid, "checkpoints_of", late):
+        hybrid.resume(trainer, tmp_path)
+    assert trainer.steps_done == 4
 
 
 @on_ranks(1)

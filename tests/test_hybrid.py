@@ -737,6 +737,14 @@ def test_an_ep_that_does_not_divide_tp_takes_their_common_divisor_from_tp_and_th
         assert slices["ep_group"].tolist() == expected
 
 
+def test_experts_have_as_many_copies_of_shards_as_their_ranks_allow():
+    """With dp 6 and ep 2, three ranks have the same experts, which two copies do not divide."""
+    slices = hybrid.slices_of(1, 6, 1, 1, 2, 1, 2)
+    assert slices["replicate_group"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert slices["expert_shard_group"].tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert slices["expert_replicate_group"].tolist() == [[rank] for rank in (0, 2, 4, 1, 3, 5)]
+
+
 @pytest.mark.parametrize(
     "per_node, flags, expected",
     [

@@ -5,6 +5,7 @@ import io
 import threading
 from contextlib import redirect_stdout
 from dataclasses import replace
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -189,6 +190,19 @@ def test_a_bit_that_differs_between_copies_is_named_by_ranks_and_parameter(line)
     one, other = ranks.split()
     assert error.value.status == 1 and fault.startswith(f"{what} at [")
     assert fault.endswith(f" on rank {one} differs from its copy on rank {other}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_bit_of_every_element_changes_a_fingerprint(dtype):
+    numbers = torch.ones(3, dtype=dtype)
+    before = hybrid.fingerprint(numbers)
+    width = 8 * numbers.itemsize
+    bits = numbers.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
+    for element, bit in product(range(3), range(width)):
+        flipped = 1 << bit if bit < width - 1 else -(1 << bit)
+        bits[element] ^= flipped
+        assert hybrid.fingerprint(numbers) != before, (element, bit)
+        bits[element] ^= flipped
 
 
 @on_ranks(2)
