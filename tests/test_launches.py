@@ -20,9 +20,9 @@ BATCHES = [  # (layout of 8 ranks and 4 layers, batches of a step on one rank, t
     ("--dp 8 --zero 1", 19, 266),
     ("--dp 8 --zero 2", 19, 266),
     ("--dp 8 --zero 3", 26, 364),
-    ("--cp 8 --cp-method allgather --zero 0", 28, 392),
-    ("--cp 8 --cp-method ring --zero 0", 104, 448),
-    ("--cp 8 --cp-method ulysses --zero 0", 36, 504),
+    ("--cp 8 --cp-method allgather --zero 1 --replicate 8", 28, 392),
+    ("--cp 8 --cp-method ring --zero 1 --replicate 8", 104, 448),
+    ("--cp 8 --cp-method ulysses --zero 1 --replicate 8", 36, 504),
 ]
 EXPERTS = f"{SMALL} --experts 8 --top-k 2"
 PAIRS = f"{EXPERTS} --schedule dualpipe-v --overlap"
@@ -30,7 +30,7 @@ OTHERS = [  # (ranks, layers, layout, microbatches), one layout of every kind
     (1, 2, f"{SMALL} --dp 1", 1),
     (1, 2, f"{SMALL} --dp 1 --recompute full --dropout 0.1", 1),
     (1, 2, f"{EXPERTS} --dp 1", 1),
-    (8, 2, f"{SMALL} --dp 2 --tp 2 --pp 2 --schedule 1f1b --zero 0", 4),
+    (8, 2, f"{SMALL} --dp 2 --tp 2 --pp 2 --schedule 1f1b --zero 1 --replicate 2", 4),
     (8, 2, f"{SMALL} --dp 2 --tp 2 --sp --pp 2 --schedule zb-h1 --zero 1", 4),
     (2, 4, f"{SMALL} --pp 2 --schedule interleaved --recompute selective", 4),
     (2, 2, f"{SMALL} --pp 2 --schedule dualpipe", 4),
@@ -40,7 +40,7 @@ OTHERS = [  # (ranks, layers, layout, microbatches), one layout of every kind
     (2, 2, f"{EXPERTS} --dp 2 --ep 2 --dtype fp32", 1),
     (8, 2, f"{EXPERTS} --dp 8 --ep 8 --zero 1", 1),
     (8, 2, f"{EXPERTS} --dp 8 --ep 8 --topk-nodes 1", 1),
-    (8, 2, f"{EXPERTS} --dp 4 --tp 2 --ep 4 --zero 0", 2),
+    (8, 2, f"{EXPERTS} --dp 4 --tp 2 --ep 4 --zero 1 --replicate 4", 2),
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --sp --ep 4 --balance bias --recompute full", 1),
     (8, 2, f"{EXPERTS} --dp 4 --pp 2 --ep 2 --capacity-factor 1.0 --vocab-size 512", 2),
     (8, 4, f"{PAIRS} --vocab-size 512 --batch-size 16 --dp 4 --pp 2 --ep 4", 4),
