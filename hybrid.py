@@ -2604,13 +2604,15 @@ class Args(GPTConfig):
     tp: int = flag(1, "ranks that split every matrix")
     cp: int = flag(1, "ranks that split the sequence, in attention too")
     pp: int = flag(1, "ranks of the pipeline")
-    zero: int | None = flag(None, "ZeRO stage (default: 1, or 0 on one fp32 replica)", choices=range(4))
+    zero: int | None = flag(None, "stage (default: 1; 0 if one replica, in fp32)", choices=range(4))
     replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)")
     cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
     overlap: bool = flag(False, "compute forwards while backwards' tokens travel, and vice versa")
     chunks: int = flag(2, "pipeline stages on each rank")
-    microbatches: int | None = flag(None, "parts of a batch (default: with pp up to 4 x pp)", below=10**5)
+    microbatches: int | None = flag(
+        None, "parts of a batch (default: 1, or with pp up to 4 x pp)", below=10**5
+    )
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
     expert_parts: int | None = flag(None, "parts in which tokens go to experts (default: 1 or 2)")
     collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"))

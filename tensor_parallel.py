@@ -156,7 +156,7 @@ def split_embedding(tokens, weight, group=None):
     """Look tokens up in an embedding of which rank r has the r-th part, (vocabulary/P, D).
 
     P divides the vocabulary. A rank takes zeros for tokens whose rows it does not have, and the
-    results are summed. For a token outside the vocabulary the sum is zero too. Types: weight V -> I.
+    results are summed. For a token outside the vocabulary the sum is zero. Types: weight V -> I.
     """
     rank, _ = rank_and_size(group)
     local, is_here = own_part(tokens, rank * len(weight), len(weight))
