@@ -847,20 +847,19 @@ def test_the_loop_trains_on_every_row_of_every_step_and_validates(tmp_path):
 
 @pytest.mark.parametrize("flags", ["--dp 2 --tp 2", "--cp 2 --pp 2 --microbatches 2"])
 @on_ranks(4)
-def test_a_token_outside_the_vocabulary_stops_every_rank_with_the_same_error(flags):
+def test_a_token_outside_the_vocabulary_stops_every_rank_and_changes_no_weight(flags):
+    """read_data() refuses it before training. A caller of step() finds that no loss is finite."""
     trainer = make_trainer(f"{flags} --data X.bin")
-    sentence = f"^--data: a token is outside --vocab-size {V}$"
     trainer.step(*own_batch(trainer))
     inputs, targets = batch(1)
     targets[-1, -1] = V + 5
     parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
     weights = [parameter.detach().clone() for parameter in parameters]
-    with pytest.raises(hybrid.TrainingError, match=sentence):
+    with pytest.raises(hybrid.TrainingError, match="step 2 is not finite"):
         trainer.step(*(tensor[trainer.own_rows()] for tensor in (inputs, targets)))
     assert all(before.equal(now.detach()) for before, now in zip(weights, parameters))
     tokens = np.array([*range(T), V])  # room for one sequence
-    with pytest.raises(hybrid.TrainingError, match=sentence):
-        hybrid.evaluate(trainer, hybrid.Data(tokens, tokens))
+    assert math.isnan(hybrid.evaluate(trainer, hybrid.Data(tokens, tokens)))
 
 
 @pytest.mark.parametrize("zero", [soak(0), 1])
