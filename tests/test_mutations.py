@@ -354,9 +354,9 @@ def without_balance(group):
 def without_sum_over_tp(is_it):
     """Do not sum the gradients over tp of parameters with such a shape."""
     shape = lambda parameter: getattr(parameter, "whole_shape", parameter.shape)
-    others = lambda parameters: [p for p in parameters if not is_it(shape(p))]
+    others = lambda parts: {p: part for p, part in parts.items() if not is_it(shape(p))}
     return put(hybrid, "sum_gradients_over_tp",
-               lambda right: lambda parameters, *a, **k: right(others(parameters), *a, **k))
+               lambda right: lambda parts, *a, **k: right(others(parts), *a, **k))
 
 
 def without_mark(layer):
