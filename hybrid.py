@@ -64,7 +64,6 @@ import signal
 import sys
 import sysconfig
 import time
-import warnings
 from collections import ChainMap, Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -337,8 +336,14 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 
 # ==== upper floor =================================================================================
 #
-# plain_step() is training on a grid of processes. train() below does the same for all axes, with
-# ZeRO, recomputation and any schedule, and with messages that travel beside the computation:
+# plain_step() trains over three axes. The rest of this file trains over all of them, with ZeRO,
+# recomputation and any schedule, and with messages that travel beside the computation. Its loop is
+#
+#     trainer = Trainer(args, make_mesh(args, device=device), device)
+#     while trainer.steps_done < args.steps:
+#         trainer.step(*trainer.batch_of(data, trainer.steps_done))
+#
+# args are the flags of the command line, see Args. Each part of a plain step has its counterpart:
 #
 #     plain_step()                       Trainer.step()
 #     one_f_one_b_step()                 Pipeline.step()
@@ -348,218 +353,13 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     plain_weights(), plain_part()      initialize(): a rank draws the values of its parts only
 #     PlainStage, PlainLayer             GPT, Block
 #
-# The technique ends at "services", which has helpers such as need() and on_all_ranks(). Four words
-# are used in all sections:
+# The technique ends at "services", where train() is the loop of a long run, and which has helpers
+# such as need() and on_all_ranks(). Four words are used in all sections:
 #
 #     stage      consecutive layers. The first stage also has the embeddings, the last one the head
 #     chunk      the module of a stage. Some schedules, such as DualPipe, give a rank several chunks
 #     replica    a complete model: one for each dp rank, and two in a pipeline of DualPipe
 #     copy       the same elements of a parameter on another rank, or in another chunk
-
-# ---- the loop ------------------------------------------------------------------------------------
-#
-# From the loop to the wire, and what each call sends over which axis:
-#
-#     train()
-#       Trainer.step()
-#         forward_backward()
-#           run()                     dp x cp  the number of tokens that count, and the loss
-#                                     pp       the loss, which only the last stage has
-#           Pipeline.step()           pp       per microbatch, activations and their gradients
-#             GPT.forward()           tp       the token embedding's sum, and two sums per layer
-#               attention             cp       keys and values, or heads and positions (Ulysses)
-#               MoE                   ep       tokens to their experts, and back; balance losses
-#                                              send a few numbers over dp, cp and tp
-#             Trainer.loss()          tp       a maximum and sums per token, in place of all logits
-#             backward                         the same in reverse
-#               DDP or FSDP           dp x cp  gradients, beside backward; ZeRO-3 gathers weights
-#                                              here and in forward, ZeRO-1 and 2 in forward
-#           finish_grad_sync()        dp x cp  nothing: it waits for these sums
-#           sum_shared_gradients()    tp       where a rank's gradients cover its own tokens only
-#                                     pp       the tied weight's two copies, DualPipe's replicas
-#         clip_gradients()            tp, pp   squares of the norm; with ZeRO also dp x cp, for
-#                                              experts also ep
-#         sum_tallies()               all      with experts, how many tokens each got
-#         update()                             nothing: each rank updates what it owns
-#       Saver.must_stop()             all      with --checkpoint, whether a rank has to stop
-#       Saver.save(), validate()               see there
-
-
-# Steps between collections of cyclic garbage. Python's own are off (see perform()), as they would
-# come at a different moment on each rank, and a rank that pauses in a step keeps all waiting.
-GARBAGE_EVERY = 50
-
-
-def train(args, device):
-    """Train, from the last checkpoint if there is one, and validate. Collective.
-
-    All but trainer.step() serves a long run, see "services". Raises TrainingError if I/O or a step
-    fails and, with --checkpoint, on SIGTERM after saving. A save that is under way ends first.
-    """
-    on_all_ranks(check_memory, args, device)
-    data, data_digest = read_data(args)
-    prompt = on_all_ranks(prompt_of, args, data, prefix="--prompt: ")
-    trainer = Trainer(args, make_mesh(args, device=device), device)
-    saver = Saver(trainer, args.checkpoint, data_digest) if args.checkpoint else None
-    # `reader` makes the next batch during a step. At the end, saver waits for its save.
-    with ThreadPoolExecutor(1) as reader, saver or nullcontext():
-        if saver is not None:
-            resume(trainer, saver.folder, data_digest)
-        log = Log(trainer)
-        sizes = f"{len(data.train):,} to train on and {len(data.validation):,} for validation"
-        log.say(f"tokens of {data.train.dtype}: {sizes}")
-        if trainer.steps_done >= args.steps:
-            log.say(f"--steps {args.steps}: nothing to train, step {trainer.steps_done} is saved")
-            validate(trainer, data, prompt, log)
-
-        coming = reader.submit(trainer.batch_of, data, trainer.steps_done)
-        while trainer.steps_done < args.steps:
-            began = time.perf_counter()
-            is_first = not trainer.has_stepped
-            batch = coming.result()
-            coming = reader.submit(trainer.batch_of, data, trainer.steps_done + 1)
-            metrics = trainer.step(*batch)
-            if is_first:
-                require_equal_gradients(trainer)
-            must_stop = saver is not None and saver.must_stop()
-            is_last = must_stop or trainer.steps_done == args.steps
-            log.step(metrics, time.perf_counter() - began, must_print=must_stop)
-            if trainer.steps_done % GARBAGE_EVERY == 0:
-                gc.collect()  # on all ranks at the same time
-            if is_last or (args.save_every and trainer.steps_done % args.save_every == 0):
-                require_equal_copies(trainer)
-                if saver is not None:
-                    saver.save()  # raises the previous save's error
-            if must_stop:
-                end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
-                raise TrainingError(end, status=128 + signal.SIGTERM)
-            if is_last or (args.eval_every and trainer.steps_done % args.eval_every == 0):
-                validate(trainer, data, prompt, log)
-
-
-# ---- mesh ----------------------------------------------------------------------------------------
-
-
-class Mesh(SimpleNamespace):
-    """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
-
-    Axes. plain_groups() draws three of them for 8 ranks:
-        pp_group, dp_group, cp_group, tp_group    the ranks that differ on this axis only
-        embedding_group      the first and the last rank of pp_group; others have no such group
-
-    Gradients and ZeRO, here with dp 4 and --replicate 2 on 4 ranks:
-        dp_cp_group          0 1 2 3              the ranks of dp x cp, which sum their gradients
-        shard_group          0 1, 2 3             neighbours in it that together hold all shards
-        replicate_group      0 2, 1 3             ranks in it that hold the same shard
-
-    Experts, here with pp 1 on 8 ranks. An ep_group takes gcd(ep, tp) ranks from tp, and then its
-    other ranks from dp x cp:
-                             tp 2, ep 4           tp 4, ep 2
-        tp_group             0 1, 2 3, 4 5, 6 7   0 1 2 3, 4 5 6 7
-        ep_group             0 1 2 3, 4 5 6 7     0 1, 2 3, 4 5, 6 7    hold different experts
-        expert_dp_group      0 4, 1 5, 2 6, 3 7   0 4, 1 5, 2 6, 3 7    same experts, over dp x cp
-        expert_tp_group      each rank alone      0 2, 1 3, 4 6, 5 7    same experts, over tp
-        expert_shard_group, expert_replicate_group    divide an expert_dp_group, as shard_group and
-                                                      replicate_group divide a dp_cp_group
-
-    An ep_group on several nodes, here with ep 8 on two nodes of 4 ranks:
-        node_group           0 1 2 3, 4 5 6 7     its ranks on one node
-        cross_group          0 4, 1 5, 2 6, 3 7   its ranks with the same rank in their node_group
-    """
-
-
-GRADIENT_GROUPS = {  # over which DDP and ZeRO sum gradients
-    "dp_cp_group", "shard_group", "replicate_group",
-    "expert_dp_group", "expert_shard_group", "expert_replicate_group",
-}  # fmt: skip
-
-
-def make_mesh(args, groups=None, device=torch.device("cpu")):
-    """Create all groups of the grid and return this process's Mesh. Collective.
-
-    Every rank creates every group, also those that it is not in, in the order of slices_of(). Names
-    with the same ranks share a group, since on GPUs a group takes memory for each peer. But
-    gradients have groups of their own: the operations of a group run in order, and layers' messages
-    should not wait for gradients. groups: those of earlier meshes, to be used again.
-    """
-    rank = dist.get_rank()
-    groups = {} if groups is None else groups
-    gpu = device if over_nccl(args, device) else None
-    own = {}
-    degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
-    for name, slices in slices_of(*degrees).items():
-        # without experts, layers send nothing over dp_group, so it may share a group of gradients
-        carries_gradients = name in GRADIENT_GROUPS or (name == "dp_group" and not args.experts)
-        for ranks in map(tuple, slices.tolist()):
-            is_alone = len(ranks) == 1
-            if is_alone and rank not in ranks:
-                continue  # a group of one is created by its rank alone
-            key = (ranks, carries_gradients and not is_alone)
-            if key not in groups:
-                groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
-            if rank in ranks:
-                own[name] = groups[key]
-        if name in own:
-            set_ranks_per_node(ranks_on_one_node(slices, args.per_node), own[name])
-            if args.collectives == "backend":
-                set_backend_collectives(own[name])
-    barrier()  # no rank may end, and close its connections, while others still make theirs
-    return Mesh(**own)
-
-
-def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
-    """Cut the grid (pp, dp, cp, tp) into groups. Return {name in Mesh: ranks}, one row per group.
-
-    ep_nodes: the number of nodes over which an ep_group is spread.
-    replicate: the number of ranks in a dp_cp_group that hold the same shard. In an expert_dp_group
-        it is gcd(replicate, size of the group).
-    """
-    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-    dp_cp_groups = along(grid, 1, 2)
-    ends = grid[[0, -1]] if pp > 1 else grid
-    # For experts, dp x cp is cut into blocks of `width` ranks, and tp into blocks of `depth`. One
-    # block of each makes an ep_group. With tp 2 and ep 4 on 8 ranks, both are 2, and the ep_groups
-    # are 0 1 2 3 and 4 5 6 7. Dims: pp, block of dp x cp, place in it, block of tp, place in it.
-    depth = math.gcd(ep, tp)
-    width = ep // depth
-    blocks = grid.view(pp, dp * cp // width, width, tp // depth, depth)
-    ep_groups = along(blocks, 2, 4)  # all places of two blocks
-    expert_dp_groups = along(blocks, 1)  # the same place in each block of dp x cp
-    expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
-    return {
-        "pp_group": along(grid, 0),
-        "dp_group": along(grid, 1),
-        "cp_group": along(grid, 2),
-        "tp_group": along(grid, 3),
-        "dp_cp_group": dp_cp_groups,
-        "shard_group": neighbours(dp_cp_groups, replicate),
-        "replicate_group": counterparts(dp_cp_groups, replicate),
-        "ep_group": ep_groups,
-        "expert_dp_group": expert_dp_groups,
-        "expert_shard_group": neighbours(expert_dp_groups, expert_replicate),
-        "expert_replicate_group": counterparts(expert_dp_groups, expert_replicate),
-        "expert_tp_group": along(blocks, 3),
-        "embedding_group": along(ends, 0),
-        "node_group": neighbours(ep_groups, ep_nodes),
-        "cross_group": counterparts(ep_groups, ep_nodes),
-    }
-
-
-def along(grid, *dims):
-    """Return a row for each group along these dims: ranks whose other coordinates are equal."""
-    last = range(-len(dims), 0)
-    return grid.movedim(dims, tuple(last)).flatten(-len(dims)).flatten(0, -2)
-
-
-def neighbours(groups, count):
-    """Cut each group into `count` groups of neighbours. With 2, 0 2 4 6 becomes 0 2 and 4 6."""
-    return groups.reshape(-1, groups.shape[1] // count)
-
-
-def counterparts(groups, count):
-    """Group the first of all neighbours(), the second, and so on. 0 2 4 6 becomes 0 4 and 2 6."""
-    return groups.unflatten(1, (count, -1)).mT.flatten(0, 1)
-
 
 # ---- where each parameter lives ------------------------------------------------------------------
 #
@@ -617,19 +417,6 @@ class Homes(NamedTuple):
     experts: Home
 
 
-def homes_of(mesh):
-    """Return the Homes of a Mesh."""
-    dense = Home(
-        split_group=mesh.tp_group, tp_group=mesh.tp_group, dp_cp_group=mesh.dp_cp_group,
-        shard_group=mesh.shard_group, replicate_group=mesh.replicate_group,
-    )  # fmt: skip
-    experts = Home(
-        split_group=mesh.ep_group, tp_group=mesh.expert_tp_group, dp_cp_group=mesh.expert_dp_group,
-        shard_group=mesh.expert_shard_group, replicate_group=mesh.expert_replicate_group,
-    )  # fmt: skip
-    return Homes(dense, experts)
-
-
 class Normal(NamedTuple):
     """An initial value: numbers from a normal distribution with mean 0."""
 
@@ -682,9 +469,10 @@ class Placement:
 
     @property
     def counts(self):
-        """Whether this rank counts it in the norm."""
-        is_first = dist.get_rank(self.home.split_group) == 0
-        return self.is_original and (self.part is not None or is_first)
+        """Whether this rank counts its gradient in the norm."""
+        if self.is_buffer or not self.is_original:
+            return False
+        return self.part is not None or dist.get_rank(self.home.split_group) == 0
 
 
 def placements_of(chunks, homes, replicated):
@@ -721,7 +509,168 @@ def placements_of(chunks, homes, replicated):
     return placements
 
 
+# ---- mesh ----------------------------------------------------------------------------------------
+
+
+class Mesh(SimpleNamespace):
+    """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
+
+    Axes, of which plain_groups() draws three for 8 ranks:
+
+        pp_group, dp_group, cp_group, tp_group    the ranks that differ on this axis only
+        embedding_group      the first and the last rank of pp_group; others have no such group
+
+    Gradients and ZeRO, here with dp 4 and --replicate 2 on 4 ranks:
+
+        dp_cp_group          0 1 2 3              the ranks of dp x cp, which sum their gradients
+        shard_group          0 1, 2 3             neighbours in it that together hold all shards
+        replicate_group      0 2, 1 3             ranks in it that hold the same shard
+
+    Layers with experts: see slices_of_experts().
+    """
+
+
+GRADIENT_GROUPS = {  # over which DDP and ZeRO sum gradients
+    "dp_cp_group", "shard_group", "replicate_group",
+    "expert_dp_group", "expert_shard_group", "expert_replicate_group",
+}  # fmt: skip
+
+
+def make_mesh(args, groups=None, device=torch.device("cpu")):
+    """Create all groups of the grid and return this process's Mesh. Collective.
+
+    Every rank creates every group, also those that it is not in, in the order of slices_of(). Names
+    with the same ranks share a group, since on GPUs a group takes memory for each peer. But
+    gradients have groups of their own: the operations of a group run in order, and layers' messages
+    should not wait for gradients. groups: those of earlier meshes, to be used again.
+    """
+    rank = dist.get_rank()
+    groups = {} if groups is None else groups
+    gpu = device if over_nccl(args, device) else None
+    own = {}
+    degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
+    for name, slices in slices_of(*degrees).items():
+        # without experts, layers send nothing over dp_group, so it may share a group of gradients
+        carries_gradients = name in GRADIENT_GROUPS or (name == "dp_group" and not args.experts)
+        for ranks in map(tuple, slices.tolist()):
+            is_alone = len(ranks) == 1
+            if is_alone and rank not in ranks:
+                continue  # a group of one is created by its rank alone
+            key = (ranks, carries_gradients and not is_alone)
+            if key not in groups:
+                groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
+            if rank in ranks:
+                own[name] = groups[key]
+        if name in own:
+            set_ranks_per_node(ranks_on_one_node(slices, args.per_node), own[name])
+            if args.collectives == "backend":
+                set_backend_collectives(own[name])
+    barrier()  # no rank may end, and close its connections, while others still make theirs
+    return Mesh(**own)
+
+
+def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
+    """Cut the grid (pp, dp, cp, tp) into groups. Return {name in Mesh: ranks}, one row per group.
+
+    replicate: the number of ranks in a dp_cp_group that hold the same shard.
+    ep, ep_nodes: see slices_of_experts().
+    """
+    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
+    ends = grid[[0, -1]] if pp > 1 else grid
+    dp_cp_groups = along(grid, 1, 2)
+    slices = {
+        "pp_group": along(grid, 0),
+        "dp_group": along(grid, 1),
+        "cp_group": along(grid, 2),
+        "tp_group": along(grid, 3),
+        "embedding_group": along(ends, 0),
+        "dp_cp_group": dp_cp_groups,
+        "shard_group": neighbours(dp_cp_groups, replicate),
+        "replicate_group": counterparts(dp_cp_groups, replicate),
+    }
+    return slices | slices_of_experts(grid, ep, ep_nodes, replicate)
+
+
+def slices_of_experts(grid, ep, ep_nodes, replicate):
+    """Cut the grid into the groups of layers with experts.
+
+    The ranks of dp x cp x tp have the same layers. In an ep_group they divide the experts: it takes
+    gcd(ep, tp) ranks from tp, which share a node, and the others from dp x cp. With pp 1 on 8 ranks:
+
+                             tp 2, ep 4           tp 4, ep 2
+        tp_group             0 1, 2 3, 4 5, 6 7   0 1 2 3, 4 5 6 7
+        ep_group             0 1 2 3, 4 5 6 7     0 1, 2 3, 4 5, 6 7    hold different experts
+        expert_dp_group      0 4, 1 5, 2 6, 3 7   0 4, 1 5, 2 6, 3 7    same experts, over dp x cp
+        expert_tp_group      each rank alone      0 2, 1 3, 4 6, 5 7    same experts, over tp
+
+    expert_shard_group and expert_replicate_group divide an expert_dp_group, as shard_group and
+    replicate_group divide a dp_cp_group. gcd(replicate, its size) of its ranks hold the same shard.
+
+    ep_nodes: the number of nodes that an ep_group spans. With ep 8 on two nodes of 4 ranks:
+
+        node_group           0 1 2 3, 4 5 6 7     its ranks on one node
+        cross_group          0 4, 1 5, 2 6, 3 7   its ranks with the same rank in their node_group
+    """
+    pp, dp, cp, tp = grid.shape
+    from_tp = math.gcd(ep, tp)
+    from_dp_cp = ep // from_tp  # has no factor in common with tp // from_tp, so divides dp x cp
+    # dims: pp, block of dp x cp, place in it, block of tp, place in it
+    blocks = grid.view(pp, -1, from_dp_cp, tp // from_tp, from_tp)
+    ep_groups = along(blocks, 2, 4)  # all places of two blocks
+    expert_dp_groups = along(blocks, 1)  # one place, in each block of dp x cp
+    expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
+    return {
+        "ep_group": ep_groups,
+        "expert_dp_group": expert_dp_groups,
+        "expert_shard_group": neighbours(expert_dp_groups, expert_replicate),
+        "expert_replicate_group": counterparts(expert_dp_groups, expert_replicate),
+        "expert_tp_group": along(blocks, 3),  # one place, in each block of tp
+        "node_group": neighbours(ep_groups, ep_nodes),
+        "cross_group": counterparts(ep_groups, ep_nodes),
+    }
+
+
+def along(grid, *dims):
+    """Return a row for each group along these dims: ranks whose other coordinates are equal."""
+    last = range(-len(dims), 0)
+    return grid.movedim(dims, tuple(last)).flatten(-len(dims)).flatten(0, -2)
+
+
+def neighbours(groups, count):
+    """Cut each group into `count` groups of neighbours. With 2, 0 2 4 6 becomes 0 2 and 4 6."""
+    return groups.reshape(-1, groups.shape[1] // count)
+
+
+def counterparts(groups, count):
+    """Group the first of all neighbours(), the second, and so on. 0 2 4 6 becomes 0 4 and 2 6."""
+    return groups.unflatten(1, (count, -1)).mT.flatten(0, 1)
+
+
+def homes_of(mesh):
+    """Return the Homes of a Mesh."""
+    dense = Home(
+        split_group=mesh.tp_group, tp_group=mesh.tp_group, dp_cp_group=mesh.dp_cp_group,
+        shard_group=mesh.shard_group, replicate_group=mesh.replicate_group,
+    )  # fmt: skip
+    experts = Home(
+        split_group=mesh.ep_group, tp_group=mesh.expert_tp_group, dp_cp_group=mesh.expert_dp_group,
+        shard_group=mesh.expert_shard_group, replicate_group=mesh.expert_replicate_group,
+    )  # fmt: skip
+    return Homes(dense, experts)
+
+
 # ---- one step ------------------------------------------------------------------------------------
+#
+# Trainer.__init__() prepares a step. With `--pp 2 --tp 2 --zero 1` on 8 ranks, rank 0 gets:
+#
+#     make_chunks()     one chunk: a GPT with the embeddings and layers 0 and 1 of 4, and of each
+#                       matrix the half that tp gives to rank 0. It has no values yet
+#     placements_of()   a Placement for each of its parameters. That of wte.weight says: chunk 0,
+#                       home dense, part Shard(0, (256,), tp_group), is_tied, initial Normal()
+#     initialize()      their values. A rank has memory for its whole chunks up to here
+#     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. From here on its
+#                       parameters are pieces, which together have half of its elements
+#     make_optimizer()  AdamW, which updates the pieces
 
 IGNORE_INDEX = -100  # a target that does not count
 
@@ -780,8 +729,8 @@ class Trainer:
 
     def parameters(self, home=None):
         """Return this rank's parameters, or ZeRO's pieces of them: all, or those of one Home."""
-        parameters = [placement for placement in self.placements if not placement.is_buffer]
-        return [each.tensor for each in parameters if home is None or each.home is home]
+        weights = [placement for placement in self.placements if not placement.is_buffer]
+        return [weight.tensor for weight in weights if home is None or weight.home is home]
 
     def originals(self):
         """Return the Placements of originals, which are saved."""
@@ -859,18 +808,18 @@ class Trainer:
         The sums over dp x cp have ended. The order of these three changes nothing but rounding. Of
         a tied weight, a rank has
 
-            2 copies    it has the first stage and the last, as in zb-v or DualPipe
-            1 copy      it has one of them, and the other rank of embedding_group the other
-            1 copy      pp is 1: embedding and head share it, and embedding_group is this rank alone
-            no copy     it is in the middle of the pipeline
+            2 copies    if it has the first and the last stage, as in DualPipe or zb-v
+            1 copy      if it has one of them, and the other rank of embedding_group has the other;
+                        also if pp is 1, where embedding and head share it and the group is a rank
+            no copy     in the middle of the pipeline
         """
+        marked = [placement for placement in self.placements if placement.sum_over_tp]
         for home in self.homes:
-            marked = [each for each in self.placements if each.sum_over_tp and each.home is home]
-            parts = {placement.tensor: placement.part for placement in marked}
+            parts = {weight.tensor: weight.part for weight in marked if weight.home is home}
             sum_gradients_over_tp(parts, home.tp_group, check=not self.has_stepped)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
-        tied = [each.tensor.grad.detach() for each in self.placements if each.is_tied]
+        tied = [weight.tensor.grad.detach() for weight in self.placements if weight.is_tied]
         if len(tied) == 2:
             tied[0].add_(tied[1])
             tied[1].copy_(tied[0])
@@ -889,14 +838,15 @@ class Trainer:
         """Return the norm of the model's gradients, in which each weight counts once."""
         norms = []
         for home in self.homes:
-            own = [each for each in self.placements if each.home is home and not each.is_buffer]
-            counted = [placement.tensor.grad for placement in own if placement.counts]
+            if not self.parameters(home):
+                continue  # a stage without experts, on all ranks of its groups
+            weights = [placement for placement in self.placements if placement.home is home]
+            counted = [weight.tensor.grad for weight in weights if weight.counts]
             # squares are summed over ranks with different elements: ZeRO's shards, then parts
             groups = [home.shard_group] if self.args.zero else []
             groups.append(home.split_group)
             nothing = torch.zeros(0, device=self.device)  # a rank that counts nothing takes part
-            if own:  # ranks without experts skip their Home: their groups have none, either
-                norms.append(get_total_norm([nothing, *counted], groups=groups))
+            norms.append(get_total_norm([nothing, *counted], groups=groups))
         return get_total_norm(norms, groups=[self.mesh.pp_group])
 
     def update(self, rate, tallies, is_finite):
@@ -967,19 +917,32 @@ def sum_tallies(mixtures, args, mesh, device):
     return tallies
 
 
-# ---- what a step works with ----------------------------------------------------------------------
+# ---- what a step sends ---------------------------------------------------------------------------
 #
-# Trainer.__init__() prepares a step. With `--pp 2 --tp 2 --zero 1` on 8 ranks, rank 0 gets:
+# From a step to the wire, and what each call sends over which axis:
 #
-#     make_chunks()     one chunk: a GPT with the embeddings and layers 0 and 1 of 4, and of each
-#                       matrix the half that tp gives to rank 0. It has no values yet
-#     placements_of()   a Placement for each of its parameters. That of wte.weight says: chunk 0,
-#                       home dense, part Shard(0, (256,), tp_group), is_tied, initial Normal()
-#     initialize()      their values. A rank has memory for its whole chunks up to here
-#     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. From here on its
-#                       parameters are pieces, which together have half of its elements
-#     make_optimizer()  AdamW, which updates the pieces
+#     Trainer.step()
+#       forward_backward()
+#         run()                     dp x cp  the number of tokens that count, and the loss
+#                                   pp       the loss, which only the last stage has
+#         Pipeline.step()           pp       per microbatch, activations and their gradients
+#           GPT.forward()           tp       the token embedding's sum, and two sums per layer
+#             attention             cp       keys and values, or heads and positions (Ulysses)
+#             MoE                   ep       tokens to their experts, and back; balance losses
+#                                            send a few numbers over dp, cp and tp
+#           Trainer.loss()          tp       a maximum and sums per token, in place of all logits
+#           backward                         the same in reverse
+#             DDP or FSDP           dp x cp  gradients, beside backward; ZeRO-3 gathers weights
+#                                            here and in forward, ZeRO-1 and 2 in forward
+#         finish_grad_sync()        dp x cp  nothing: it waits for these sums
+#         sum_shared_gradients()    tp       where a rank's gradients cover its own tokens only
+#                                   pp       the tied weight's two copies, DualPipe's replicas
+#       clip_gradients()            tp, pp   squares of the norm; with ZeRO also dp x cp, for
+#                                            experts also ep
+#       sum_tallies()               all      with experts, how many tokens each got
+#       update()                             nothing: each rank updates what it owns
 
+# ---- what a step works with ----------------------------------------------------------------------
 
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
@@ -1082,10 +1045,13 @@ def packed_apart(args, homes, weights):
 
     sum_shared_gradients() adds pieces of copies, which must therefore be the same elements on all
     ranks of the sum. So a copy may share a flat tensor only with weights that have equal sizes on
-    these ranks. With 257 tokens and tp 2, wte has not, and wpe would be cut at different elements:
+    these ranks. With 257 tokens and tp 2, wte has not, and ZeRO's cut (^) of a flat tensor into two
+    shards would give the ranks of tp different elements of wpe:
 
-        flat tensor on rank 0 of tp    | wte, 128 rows | wpe         |
-        flat tensor on rank 1 of tp    | wte, 129 rows  | wpe         |
+        flat tensor on rank 0 of tp    | wte, 129 rows   | wpe               |
+                                                          ^
+        flat tensor on rank 1 of tp    | wte, 128 rows  | wpe               |
+                                                         ^
 
     So weights that tp splits are packed apart from those that it does not split. The tied weight is
     packed apart because its two stages have different weights beside it.
@@ -1104,19 +1070,16 @@ def packed_apart(args, homes, weights):
 def make_optimizer(args, parameters):
     """Create the optimizer, with weight decay for matrices only.
 
-    Raises TrainingError with status 2 if tp or ZeRO cuts matrices that it may need as a whole.
+    Raises TrainingError with status 2 if tp or ZeRO cuts matrices that it needs as a whole, and
+    warns if it may need them, see check_elementwise().
     """
     matrices = [parameter for parameter in parameters if parameter.dim() > 1]  # or pieces of some
     others = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     optimizer = adamw(args, groups)
     if args.tp > 1 or args.zero:
-        try:
-            with warnings.catch_warnings(action="error"):
-                check_elementwise(type(optimizer))
-        except (ValueError, UserWarning) as error:
-            cuts = typed(args, "tp", "zero")
-            raise TrainingError(f"{cuts}: {error} (`elementwise = True` says so)", 2) from None
+        cuts = typed(args, "tp", "zero")
+        on_all_ranks(check_elementwise, type(optimizer), prefix=f"{cuts}: ")
     return optimizer
 
 
@@ -1124,8 +1087,8 @@ def adamw(args, groups):
     """Create AdamW. Another optimizer that updates each element by itself may stand here instead.
 
     Its state must be tensors of their weight's shape, and "step", the number of steps. Checkpoints
-    have nothing else, see require_savable(). If it is fused, its step() must change nothing where
-    found_inf is 1, see update().
+    have nothing else, see require_savable(). Its class says `elementwise = True`. If it is fused,
+    its step() must change nothing where found_inf is 1, see update().
     """
     dtype = torch.bfloat16 if args.moments == "bf16" else torch.get_default_dtype()
     return AdamW(
@@ -1364,15 +1327,20 @@ def make_moe(args, mesh):
     layer = MoE(
         args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
         tp_group=None if args.sp else mesh.tp_group,  # without sp, MoE divides the tokens over tp
-        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-        nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
-        n_group=args.ep_nodes, topk_group=args.topk_nodes,
-        capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
+        # what the experts are
+        shared_experts=args.shared_experts, gated=args.is_llama,
+        activation=SwiGLU() if args.is_llama else None,
+        # which of them a token may use, and how many tokens one takes
         score="sigmoid" if args.balance == "bias" else "softmax",
-        activation=SwiGLU() if args.is_llama else None, gated=args.is_llama,
+        n_group=args.ep_nodes, topk_group=args.topk_nodes, capacity_factor=args.capacity_factor,
+        # losses: loads should be equal, and the router's logits small
+        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
         balance_coefficient=0.01 * by_losses,  # Switch Transformer's (Fedus et al., 2021)
         z_coefficient=0.001 * by_losses,  # ST-MoE's (Zoph et al., 2022)
-        loss_scale=1 / args.microbatches, parts=args.expert_parts or parts_of_experts(args),
+        loss_scale=1 / args.microbatches,
+        # messages: once per node, and in parts, of which one travels while another is computed
+        nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
+        parts=args.expert_parts or parts_of_experts(args),
     )  # fmt: skip
     shard = Shard(0, (args.experts,), mesh.ep_group)
     layer.experts.shards = {"w_in": shard, "w_out": shard}
@@ -1574,6 +1542,60 @@ def normal(shape, std, key, offset=0):
 # reads data and flags, writes samples, checkpoints and a log, and ends all processes alike. It has
 # to do with the layout where it loads a checkpoint of another one, sums a sample's logits over tp,
 # cp and pp, and checks that copies on different ranks are still equal.
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+# Steps between collections of cyclic garbage. Python's own are off (see perform()), as they would
+# come at a different moment on each rank, and a rank that pauses in a step keeps all waiting.
+GARBAGE_EVERY = 50
+
+
+def train(args, device):
+    """Train, from the last checkpoint if there is one, and validate. Collective.
+
+    All but trainer.step() serves a long run, see "services". Raises TrainingError if I/O or a step
+    fails and, with --checkpoint, on SIGTERM after saving. A save that is under way ends first.
+    """
+    on_all_ranks(check_memory, args, device)
+    data, data_digest = read_data(args)
+    prompt = on_all_ranks(prompt_of, args, data, prefix="--prompt: ")
+    trainer = Trainer(args, make_mesh(args, device=device), device)
+    saver = Saver(trainer, args.checkpoint, data_digest) if args.checkpoint else None
+    # `reader` makes the next batch during a step. At the end, saver waits for its save.
+    with ThreadPoolExecutor(1) as reader, saver or nullcontext():
+        if saver is not None:
+            resume(trainer, saver.folder, data_digest)
+        log = Log(trainer)
+        sizes = f"{len(data.train):,} to train on and {len(data.validation):,} for validation"
+        log.say(f"tokens of {data.train.dtype}: {sizes}")
+        if trainer.steps_done >= args.steps:
+            log.say(f"--steps {args.steps}: nothing to train, step {trainer.steps_done} is saved")
+            validate(trainer, data, prompt, log)
+
+        coming = reader.submit(trainer.batch_of, data, trainer.steps_done)
+        while trainer.steps_done < args.steps:
+            began = time.perf_counter()
+            is_first = not trainer.has_stepped
+            batch = coming.result()
+            coming = reader.submit(trainer.batch_of, data, trainer.steps_done + 1)
+            metrics = trainer.step(*batch)
+            if is_first:
+                require_equal_gradients(trainer)
+            must_stop = saver is not None and saver.must_stop()
+            is_last = must_stop or trainer.steps_done == args.steps
+            log.step(metrics, time.perf_counter() - began, must_print=must_stop)
+            if trainer.steps_done % GARBAGE_EVERY == 0:
+                gc.collect()  # on all ranks at the same time
+            if is_last or (args.save_every and trainer.steps_done % args.save_every == 0):
+                require_equal_copies(trainer)
+                if saver is not None:
+                    saver.save()  # raises the previous save's error
+            if must_stop:
+                end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
+                raise TrainingError(end, status=128 + signal.SIGTERM)
+            if is_last or (args.eval_every and trainer.steps_done % args.eval_every == 0):
+                validate(trainer, data, prompt, log)
+
 
 # ---- learning rate and validation ----------------------------------------------------------------
 
