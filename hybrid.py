@@ -22,8 +22,9 @@ them, so all ranks that have the layer would hold copies of its experts. Instead
 groups of size ep. The ranks of a group divide the experts, and each token travels to its experts
 and back. A group takes its ranks from tp first, and then from dp x cp, so ep is not another axis.
 
-A rank holds   1/tp of its layers' matrices and 1/ep of their experts. Over dp x cp, ZeRO-1 splits
-               the optimizer state, ZeRO-2 also the gradients, and ZeRO-3 also the weights
+A rank holds   1/tp of its layers' matrices and 1/ep of their experts. ZeRO-1 splits the optimizer
+               state over the ranks that hold the same weights, ZeRO-2 also gradients, and ZeRO-3
+               also weights
 It sends       what is listed above; the other files derive and count the bytes
 Overlap        pp   activations travel while other microbatches compute
                dp   gradients are summed while backward still computes
@@ -43,7 +44,7 @@ The model is GPT-2 (Radford et al., 2019), down to its parameters' names, or Lla
 2023) under the same names. The grid of pp, dp and tp is from Narayanan et al., "Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 
-plain_step() is a step over pp, dp and tp in its plain form, and train() trains over all axes.
+plain_step() is a step over pp, dp and tp in its plain form, and Trainer.step() one over all axes.
 
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4    # dp is 8 / (2 x 2) = 2
 """
@@ -299,8 +300,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #          If a norm has weights, each rank of tp uses them for its tokens only, so tp sums their
 #          gradients, too.
 #
-# ep       one expert on each dp rank: its own up and down. PlainLayer also gets the dp_group, and a
-#          router, (dp, D), which is equal on all ranks
+# ep       one expert on each dp rank: in a layer of plain_weights(), up and down are its own, and a
+#          router, (dp, D), is equal on all ranks. PlainLayer also gets the dp_group
 #          -  return x + split_mlp(plain_norm(x), self.up, self.down, self.tp_group)
 #          +  expert = lambda rows: split_mlp(rows, self.up, self.down, self.tp_group)
 #          +  y = switch_layer(plain_norm(x).flatten(0, 1), self.router, expert, self.dp_group)
@@ -594,8 +595,8 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
 def slices_of_experts(grid, ep, ep_nodes, replicate):
     """Cut the grid into the groups of layers with experts.
 
-    The ranks of dp x cp x tp have the same layers. In an ep_group they divide the experts: it takes
-    gcd(ep, tp) ranks from tp, which share a node, and the others from dp x cp. With pp 1 on 8 ranks:
+    The ranks of dp x cp x tp have the same layers. In an ep_group they divide the experts. It takes
+    gcd(ep, tp) ranks from tp, which share a node, and the others from dp x cp. On 8 ranks, pp 1:
 
                              tp 2, ep 4           tp 4, ep 2
         tp_group             0 1, 2 3, 4 5, 6 7   0 1 2 3, 4 5 6 7
@@ -1538,10 +1539,10 @@ def normal(shape, std, key, offset=0):
 
 # ==== services ====================================================================================
 #
-# Here the technique ends. What follows serves a long run on real data: it sets the learning rate,
-# reads data and flags, writes samples, checkpoints and a log, and ends all processes alike. It has
-# to do with the layout where it loads a checkpoint of another one, sums a sample's logits over tp,
-# cp and pp, and checks that copies on different ranks are still equal.
+# Here the technique ends. What follows serves a long run on real data, of which train() is the
+# loop: it sets the learning rate, reads data and flags, writes samples, checkpoints and a log, and
+# ends all processes alike. It has to do with the layout where it loads a checkpoint of another one,
+# sums a sample's logits over tp, cp and pp, and checks that copies on different ranks are equal.
 
 # ---- the loop ------------------------------------------------------------------------------------
 
@@ -1553,8 +1554,8 @@ GARBAGE_EVERY = 50
 def train(args, device):
     """Train, from the last checkpoint if there is one, and validate. Collective.
 
-    All but trainer.step() serves a long run, see "services". Raises TrainingError if I/O or a step
-    fails and, with --checkpoint, on SIGTERM after saving. A save that is under way ends first.
+    Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving. A
+    save that is under way ends first.
     """
     on_all_ranks(check_memory, args, device)
     data, data_digest = read_data(args)
