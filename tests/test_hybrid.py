@@ -204,7 +204,8 @@ def test_the_lines_for_experts_make_plain_step_train_them_as_one_process_does():
 # ---- every layout --------------------------------------------------------------------------------
 
 
-LONGER = "--tp 8 ", "--zero 2 --cp 3", "--recompute-layers 3", "--ep 2 --zero 1", "--cp 2 --ep 4"
+LONGER = ["--tp 8 ", "--tp 2 --cp 2 --pp 2", "--dp 8", "--zero 2 --cp 3", "--recompute-layers 3"]
+LONGER += ["--ep 2 --zero 1", "--cp 2 --ep 4"]
 
 
 def _is_plain(number, row):
