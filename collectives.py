@@ -580,6 +580,134 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
     }[algorithm]
 
 
+# ==== derivatives: the backward of a collective is a collective ===================================
+#
+# If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
+# of x's gradient, and the parts are summed. If all ranks use x identically, each already has the
+# whole gradient, and a sum would count it once for every rank. So a tensor has one of four types
+# over a group, as in Meta's spmd_types, and so has its gradient:
+#
+#                    the ranks hold                   a rank's gradient is      the gradient's type
+#     I  invariant   equal tensors, used identically  whole, equal on all       invariant
+#     R  replicated  equal tensors, used differently  a part; the sum is meant  partial
+#     V  varying     tensors of their own             that of its own tensor    varying
+#     P  partial     parts; the sum is meant          the sum's, equal on all   replicated
+#
+# For example, x = 3 is multiplied by w = 2 on rank 0 and by w = 5 on rank 1, and y is the sum of
+# the products. Gradients are computed from the last row up, beginning with y's, which is 1:
+#
+#                                tensor on ranks 0, 1         gradient on ranks 0, 1
+#     x                             3      3   invariant         7      7   invariant
+#     c = copy_to_group(x)          3      3   replicated        2      5   partial
+#     p = w * c                     6     15   partial           1      1   replicated
+#     y = reduce_from_group(p)     21     21   invariant         1      1   invariant
+#
+# copy_to_group() makes a replicated tensor of an invariant one, so its backward makes an invariant
+# gradient of a partial one. It is an all-reduce: 2 + 5 = 7. Whether p is varying or partial depends
+# on what is meant, the products or their sum, so a varying tensor may be passed as partial.
+#
+# _PAIRS has the types of the functions below, which change no input. Docstrings of other files have
+# the letters, such as "V, I -> V" for two inputs and the output. tests/test_adjoint.py checks them.
+
+
+def _identity(x, group):
+    return x.view_as(x)
+
+
+def _all_reduced(x, group):
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    all_reduce(x, group=group, output=output)
+    return output
+
+
+def _all_gathered(x, dim, group):
+    output = x.new_empty(dist.get_world_size(group), *x.shape)
+    all_gather_single(output, x, group)
+    # flatten() may return a view, which autograd would not let anybody change in place
+    return output.movedim(0, dim).flatten(dim, dim + 1).detach()
+
+
+def _own_chunk(x, dim, group):
+    chunks = x.unflatten(dim, (dist.get_world_size(group), -1))
+    return chunks.select(dim, dist.get_rank(group)).clone(memory_format=torch.contiguous_format)
+
+
+def _reduce_scattered(x, dim, group):
+    chunks = x.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0)
+    output = x.new_empty(chunks.shape[1:])
+    reduce_scatter_single(output, chunks, group=group)
+    return output
+
+
+def _all_to_all(x, output_split_sizes, input_split_sizes, group):
+    rows = len(x) if output_split_sizes is None else sum(output_split_sizes)
+    output = x.new_empty(rows, *x.shape[1:])
+    all_to_all_single(output, x, output_split_sizes, input_split_sizes, group)
+    return output
+
+
+_PAIRS = {  # name: (forward, backward), with the types of x and of the result
+    "copy_to_group": (_identity, _all_reduced),  # invariant -> replicated; Megatron's f
+    "reduce_from_group": (_all_reduced, _identity),  # partial -> invariant; Megatron's g
+    "scatter_to_group": (_own_chunk, _all_gathered),  # invariant -> varying
+    "gather_from_group": (_all_gathered, _own_chunk),  # varying -> invariant
+    "all_gather_to_group": (_all_gathered, _reduce_scattered),  # varying -> replicated
+    "reduce_scatter_to_group": (_reduce_scattered, _all_gathered),  # partial -> varying
+    # varying -> varying
+    "all_to_all_in_group": (_all_to_all, lambda x, a, b, group: _all_to_all(x, b, a, group)),
+}
+
+
+class _Conjugate(torch.autograd.Function):
+    """Apply pair[0] in forward and pair[1] in backward; a double backward swaps them again."""
+
+    @staticmethod
+    def forward(ctx, x, pair, *arguments):
+        ctx.pair, ctx.arguments = pair, arguments
+        return pair[0](x, *arguments)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        gradient = _Conjugate.apply(grad_output, ctx.pair[::-1], *ctx.arguments)
+        return gradient, None, *[None for _ in ctx.arguments]
+
+
+def copy_to_group(x, group=None):
+    """Return a view of x that must not be changed. Backward sums the gradients."""
+    return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
+
+
+def reduce_from_group(x, group=None):
+    """Return the sum of all ranks' x. In backward each x gets the sum's gradient."""
+    return _Conjugate.apply(x, _PAIRS["reduce_from_group"], group)
+
+
+def scatter_to_group(x, dim, group=None):
+    """Return this rank's chunk of x along `dim`. Every rank passes the same x."""
+    return _Conjugate.apply(x, _PAIRS["scatter_to_group"], dim % x.ndim, group)
+
+
+def gather_from_group(x, dim, group=None):
+    """Join every rank's x along `dim`, for ranks that all use the result identically."""
+    return _Conjugate.apply(x, _PAIRS["gather_from_group"], dim % x.ndim, group)
+
+
+def all_gather_to_group(x, dim, group=None):
+    """Join every rank's x along `dim`, for ranks that use the result differently."""
+    return _Conjugate.apply(x, _PAIRS["all_gather_to_group"], dim % x.ndim, group)
+
+
+def reduce_scatter_to_group(x, dim, group=None):
+    """Return this rank's chunk, along `dim`, of the sum of every rank's x."""
+    return _Conjugate.apply(x, _PAIRS["reduce_scatter_to_group"], dim % x.ndim, group)
+
+
+def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, group=None):
+    """Exchange the rows of x as all_to_all_single() does."""
+    splits = output_split_sizes, input_split_sizes
+    return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
+
+
 # ==== upper floor =================================================================================
 #
 # plain_run() waits for each batch before it goes on, and needs an idle group and tensors without
@@ -605,6 +733,235 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
 #           take_turns()                 does what plain_run() does, for several segments at once
 #             post()                     does what plain_exchange() does, but does not wait
 #               group.send()             and group.recv(), which are torch's; NCCL: post_batch()
+
+
+# ---- the collectives -----------------------------------------------------------------------------
+#
+# Each call makes a Work, checks its tensors, and passes launch() a plan. With async_op=True it
+# returns the Work, to wait() for. The root is src or dst, a global rank, or group_src or group_dst,
+# a rank of the group. By default it is global rank 0 (in PyTorch, broadcast() and reduce() have no
+# default).
+
+
+def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
+    """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
+
+    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
+    algorithm: a name from the table under "all-reduce", or "auto": what choose() returns
+    """
+    names = ("auto", "naive", "recursive_doubling", *_PHASES)
+    if algorithm not in names:
+        raise ValueError(f"{algorithm=} is none of {', '.join(names)}")
+    combine = Reduction(op, tensor.dtype)
+    work = Work("all_reduce", group, tensor, async_op, op)
+    rank, P = work.place
+    inputs = [] if output is None else [tensor]
+    output = tensor if output is None else output
+    check_fits(output, tensor, tensor.numel())
+
+    def plan(output, input=None):
+        name, segments, options = choose_segments(work, output.nbytes, 2, algorithm)
+        phases = _PHASES_ON_GPU if output.is_cuda else _PHASES
+        outputs = _cut(output, segments, P * ALIGNMENT)  # so that chunks of segments are aligned
+        inputs = outputs if input is None else _cut(input, segments, P * ALIGNMENT)
+        return [
+            _all_reduce(name, *part, combine, rank, P, phases, **options)
+            for part in zip(outputs, inputs)
+        ]
+
+    def backend(output, input=None):
+        if input is not None:
+            output.copy_(input)
+        call_backend(work, output)
+
+    return launch(work, plan, [output], inputs, backend)
+
+
+def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
+    """Reduce `input` over the group. Rank r keeps chunk r in `output`, which is 1/P as long."""
+    combine = Reduction(op, input.dtype)
+    work = Work("reduce_scatter_single", group, output, async_op, op)
+    rank, P = work.place
+    check_fits(output, input, input.numel() / P)
+
+    def plan(output, input):
+        name, segments, options = choose_segments(work, input.nbytes)
+        phases = _PHASES_ON_GPU if output.is_cuda else _PHASES
+        reduce_scatter, _ = phases[name]
+        outputs = _cut(output, segments)
+        parts = zip(*(_cut(chunk, segments) for chunk in input.chunk(P)))
+        return [
+            reduce_scatter(part, output, combine, rank, **options)
+            for part, output in zip(parts, outputs)
+        ]
+
+    return launch(work, plan, [output], [input], partial(call_backend, work))
+
+
+def all_gather_single(output, input, group=None, async_op=False):
+    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
+    work = Work("all_gather_single", group, output, async_op)
+    rank, P = work.place
+    check_fits(output, input, P * input.numel())
+
+    def plan(output, input):
+        name, segments, options = choose_segments(work, output.nbytes)
+        _, all_gather = _PHASES[name]
+        chunks = output.chunk(P)
+        if chunks[rank].data_ptr() != input.data_ptr():  # else the caller has put it there
+            chunks[rank].copy_(input)
+        parts = zip(*(_cut(chunk, segments) for chunk in chunks))
+        return [all_gather(part, rank, **options) for part in parts]
+
+    return launch(work, plan, [output], [input], partial(call_backend, work))
+
+
+def all_gather(tensor_list, tensor, group=None, async_op=False):
+    """Copy `tensor` of rank r into tensor r of every rank's list, for all r, in 1 step.
+
+    Lengths may differ between ranks, but tensor r must have one length in every list. A rank checks
+    only its own, and all dtypes.
+    """
+    work = Work("all_gather", group, tensor, async_op)
+    rank = work.rank
+    outputs = one_per_rank(work, tensor_list)
+    for r, output in enumerate(outputs):
+        check_fits(output, tensor, tensor.numel() if r == rank else output.numel())
+
+    def plan(*flat):
+        *chunks, input = flat
+        chunks[rank].copy_(input)
+        return [_direct_all_gather(chunks, rank)]
+
+    backend = lambda *flat: call_backend(work, [*flat[:-1]], flat[-1])
+    equal = len({output.numel() for output in outputs}) == 1  # gloo's takes no other lengths
+    return launch(work, plan, outputs, [tensor], backend if equal else None)
+
+
+def all_to_all_single(
+    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+):
+    """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
+
+    *_split_sizes: the number of rows (dim 0) in each rank's piece; None means equally many
+    """
+    work = Work("all_to_all_single", group, output, async_op)
+    rank, P = work.place
+    received = _split_sizes(output, output_split_sizes, P)
+    sent = _split_sizes(input, input_split_sizes, P)
+    if (output_split_sizes or input_split_sizes) and output.numel() and input.numel():
+        check_fits(output, input, len(output) * input.shape[1:].numel())  # rows of one width
+    check_fits(output, input, output.numel() - received[rank] + sent[rank])  # its own piece
+
+    def plan(output, input):
+        outputs = output.split_with_sizes(received)
+        inputs = input.split_with_sizes(sent)
+        outputs[rank].copy_(inputs[rank])
+        return [_pairwise(inputs, outputs, rank)]
+
+    splits = {"output_split_sizes": received, "input_split_sizes": sent}
+    return launch(work, plan, [output], [input], partial(call_backend, work, **splits))
+
+
+def _split_sizes(tensor, rows_of_ranks, world_size):
+    """Convert each rank's number of rows (None: equally many) to its number of elements."""
+    rows = tensor.shape[0]
+    sizes = rows_of_ranks or [rows // world_size] * world_size
+    if len(sizes) != world_size or sum(sizes) != rows:
+        raise ValueError(f"{rows} rows are not split for world_size={world_size} by sizes {sizes}")
+    return [size * tensor.shape[1:].numel() for size in sizes]
+
+
+def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    """Copy the root's `tensor` to every rank, in place."""
+    work = Work("broadcast", group, tensor, async_op)
+    rank, P = work.place
+    root = find_root(work, src, group_src)
+    plan = lambda flat: [_tree_broadcast(flat, rank, root, P)]
+    return launch(work, plan, [tensor], [], partial(call_backend, work, group_src=root))
+
+
+def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
+    """Reduce `tensor` over the group into the root's tensor. The other ranks keep theirs."""
+    combine = Reduction(op, tensor.dtype)
+    work = Work("reduce", group, tensor, async_op, op)
+    rank, P = work.place
+    root = find_root(work, dst, group_dst)
+    plan = lambda flat: [_tree_reduce(flat, combine, rank, root, P)]
+    if rank == root:
+        return launch(work, plan, outputs=[tensor])
+    return launch(work, plan, outputs=[], inputs=[tensor])
+
+
+def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
+    """Copy tensor r of the root's scatter_list into `tensor` of rank r, for all r.
+
+    Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
+    """
+    work = Work("scatter", group, tensor, async_op)
+    root = find_root(work, src, group_src)
+    inputs = list_of_root(work, root, scatter_list, tensor)
+    plan = lambda output, *inputs: [_scatter(output, inputs, work.rank, root)]
+    backend = lambda output, *inputs: call_backend(work, output, [*inputs], group_src=root)
+    return launch(work, plan, [tensor], inputs, backend)
+
+
+def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
+    """Copy `tensor` of rank r into tensor r of the root's gather_list, for all r. See scatter()."""
+    work = Work("gather", group, tensor, async_op)
+    root = find_root(work, dst, group_dst)
+    outputs = list_of_root(work, root, gather_list, tensor)
+    plan = lambda *flat: [_gather(flat[:-1], flat[-1], work.rank, root)]
+    backend = lambda *flat: call_backend(work, flat[-1], [*flat[:-1]], group_dst=root)
+    return launch(work, plan, outputs, [tensor], backend)
+
+
+def find_root(work, global_rank, group_rank):
+    """Return the group rank of the root, given as either rank. The default is global rank 0."""
+    if group_rank is None:
+        global_rank = global_rank or 0
+        if global_rank not in work.ranks:
+            ranks = f"the group's ranks {work.ranks}"
+            raise ValueError(f"src or dst={global_rank} is not among {ranks}")
+        return work.ranks.index(global_rank)
+    given = f"group_src or group_dst={group_rank}"
+    if global_rank is not None:
+        raise ValueError(f"{work.name} got {given} besides src or dst={global_rank}")
+    if not 0 <= group_rank < work.world_size:
+        raise ValueError(f"{given} is not a rank of a group of {work.world_size}")
+    return group_rank
+
+
+def list_of_root(work, root, tensors, like):
+    """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
+    if work.rank != root:
+        if tensors:
+            got = f"{work.name} got a list on rank {work.rank} of the group"
+            raise ValueError(f"{got}; only the root, rank {root}, has one")
+        return []
+    tensors = one_per_rank(work, tensors)
+    for tensor in tensors:
+        check_fits(tensor, like, like.numel())
+    return tensors
+
+
+def one_per_rank(work, tensors):
+    """Return the list of tensors, or raise ValueError unless it has one for each rank."""
+    tensors = tensors or []
+    if len(tensors) != work.world_size:
+        got = f"{work.name} got a list of {len(tensors)} tensors"
+        raise ValueError(f"{got}, not world_size={work.world_size}")
+    return tensors
+
+
+def barrier(group=None):
+    """Return when every rank of the group has called it."""
+    token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
+    all_reduce(token, group=group)
+    token.tolist()  # on CUDA the host waits here
+
+
+# ---- a collective in its turn --------------------------------------------------------------------
 
 
 def launch(work, plan, outputs, inputs=(), backend=None):
@@ -646,6 +1003,26 @@ def launch(work, plan, outputs, inputs=(), backend=None):
 def flat_memory(tensor):
     """Return the tensor, flat and without its graph, or a copy if is_memory() is false."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
+
+
+def take_turns(segments, work):
+    """Run the algorithms of all segments. The one that posted its messages first continues first.
+
+    All ranks keep this order, so each receives messages in the order in which its peer sends them.
+    """
+    waiting = deque(segments)
+    under_way = deque()  # (algorithm, function that waits for its messages)
+    while waiting or under_way:
+        if waiting and len(under_way) < work.queue.window:
+            algorithm = waiting.popleft()
+        else:
+            algorithm, wait = under_way.popleft()
+            wait()
+            wait = None  # frees the batch's tensors
+        step = next(algorithm, None)
+        if step is not None:
+            under_way.append((algorithm, post(work, *step)))
+            step = None
 
 
 # ---- an operation, and who listens to it ---------------------------------------------------------
@@ -1096,26 +1473,6 @@ def choose_segments(work, nbytes, phases=1, name="auto"):
     return name, max(1, math.ceil(nbytes / segment_bytes)), options
 
 
-def take_turns(segments, work):
-    """Run the algorithms of all segments. The one that posted its messages first continues first.
-
-    All ranks keep this order, so each receives messages in the order in which its peer sends them.
-    """
-    waiting = deque(segments)
-    under_way = deque()  # (algorithm, function that waits for its messages)
-    while waiting or under_way:
-        if waiting and len(under_way) < work.queue.window:
-            algorithm = waiting.popleft()
-        else:
-            algorithm, wait = under_way.popleft()
-            wait()
-            wait = None  # frees the batch's tensors
-        step = next(algorithm, None)
-        if step is not None:
-            under_way.append((algorithm, post(work, *step)))
-            step = None
-
-
 # ---- sums ----------------------------------------------------------------------------------------
 
 _REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
@@ -1172,360 +1529,6 @@ _PHASES_ON_GPU = _PHASES | {
         _hierarchical_all_gather,
     ),
 }
-
-
-# ---- the collectives -----------------------------------------------------------------------------
-#
-# Each call makes a Work, checks its tensors, and passes launch() a plan. With async_op=True it
-# returns the Work, to wait() for. The root is src or dst, a global rank, or group_src or group_dst,
-# a rank of the group. By default it is global rank 0 (in PyTorch, broadcast() and reduce() have no
-# default).
-
-
-def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
-    """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
-
-    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
-    algorithm: a name from the table under "all-reduce", or "auto": what choose() returns
-    """
-    names = ("auto", "naive", "recursive_doubling", *_PHASES)
-    if algorithm not in names:
-        raise ValueError(f"{algorithm=} is none of {', '.join(names)}")
-    combine = Reduction(op, tensor.dtype)
-    work = Work("all_reduce", group, tensor, async_op, op)
-    rank, P = work.place
-    inputs = [] if output is None else [tensor]
-    output = tensor if output is None else output
-    check_fits(output, tensor, tensor.numel())
-
-    def plan(output, input=None):
-        name, segments, options = choose_segments(work, output.nbytes, 2, algorithm)
-        phases = _PHASES_ON_GPU if output.is_cuda else _PHASES
-        outputs = _cut(output, segments, P * ALIGNMENT)  # so that chunks of segments are aligned
-        inputs = outputs if input is None else _cut(input, segments, P * ALIGNMENT)
-        return [
-            _all_reduce(name, *part, combine, rank, P, phases, **options)
-            for part in zip(outputs, inputs)
-        ]
-
-    def backend(output, input=None):
-        if input is not None:
-            output.copy_(input)
-        call_backend(work, output)
-
-    return launch(work, plan, [output], inputs, backend)
-
-
-def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `input` over the group. Rank r keeps chunk r in `output`, which is 1/P as long."""
-    combine = Reduction(op, input.dtype)
-    work = Work("reduce_scatter_single", group, output, async_op, op)
-    rank, P = work.place
-    check_fits(output, input, input.numel() / P)
-
-    def plan(output, input):
-        name, segments, options = choose_segments(work, input.nbytes)
-        phases = _PHASES_ON_GPU if output.is_cuda else _PHASES
-        reduce_scatter, _ = phases[name]
-        outputs = _cut(output, segments)
-        parts = zip(*(_cut(chunk, segments) for chunk in input.chunk(P)))
-        return [
-            reduce_scatter(part, output, combine, rank, **options)
-            for part, output in zip(parts, outputs)
-        ]
-
-    return launch(work, plan, [output], [input], partial(call_backend, work))
-
-
-def all_gather_single(output, input, group=None, async_op=False):
-    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
-    work = Work("all_gather_single", group, output, async_op)
-    rank, P = work.place
-    check_fits(output, input, P * input.numel())
-
-    def plan(output, input):
-        name, segments, options = choose_segments(work, output.nbytes)
-        _, all_gather = _PHASES[name]
-        chunks = output.chunk(P)
-        if chunks[rank].data_ptr() != input.data_ptr():  # else the caller has put it there
-            chunks[rank].copy_(input)
-        parts = zip(*(_cut(chunk, segments) for chunk in chunks))
-        return [all_gather(part, rank, **options) for part in parts]
-
-    return launch(work, plan, [output], [input], partial(call_backend, work))
-
-
-def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Copy `tensor` of rank r into tensor r of every rank's list, for all r, in 1 step.
-
-    Lengths may differ between ranks, but tensor r must have one length in every list. A rank checks
-    only its own, and all dtypes.
-    """
-    work = Work("all_gather", group, tensor, async_op)
-    rank = work.rank
-    outputs = one_per_rank(work, tensor_list)
-    for r, output in enumerate(outputs):
-        check_fits(output, tensor, tensor.numel() if r == rank else output.numel())
-
-    def plan(*flat):
-        *chunks, input = flat
-        chunks[rank].copy_(input)
-        return [_direct_all_gather(chunks, rank)]
-
-    backend = lambda *flat: call_backend(work, [*flat[:-1]], flat[-1])
-    equal = len({output.numel() for output in outputs}) == 1  # gloo's takes no other lengths
-    return launch(work, plan, outputs, [tensor], backend if equal else None)
-
-
-def all_to_all_single(
-    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
-):
-    """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
-
-    *_split_sizes: the number of rows (dim 0) in each rank's piece; None means equally many
-    """
-    work = Work("all_to_all_single", group, output, async_op)
-    rank, P = work.place
-    received = _split_sizes(output, output_split_sizes, P)
-    sent = _split_sizes(input, input_split_sizes, P)
-    if (output_split_sizes or input_split_sizes) and output.numel() and input.numel():
-        check_fits(output, input, len(output) * input.shape[1:].numel())  # rows of one width
-    check_fits(output, input, output.numel() - received[rank] + sent[rank])  # its own piece
-
-    def plan(output, input):
-        outputs = output.split_with_sizes(received)
-        inputs = input.split_with_sizes(sent)
-        outputs[rank].copy_(inputs[rank])
-        return [_pairwise(inputs, outputs, rank)]
-
-    splits = {"output_split_sizes": received, "input_split_sizes": sent}
-    return launch(work, plan, [output], [input], partial(call_backend, work, **splits))
-
-
-def _split_sizes(tensor, rows_of_ranks, world_size):
-    """Convert each rank's number of rows (None: equally many) to its number of elements."""
-    rows = tensor.shape[0]
-    sizes = rows_of_ranks or [rows // world_size] * world_size
-    if len(sizes) != world_size or sum(sizes) != rows:
-        raise ValueError(f"{rows} rows are not split for world_size={world_size} by sizes {sizes}")
-    return [size * tensor.shape[1:].numel() for size in sizes]
-
-
-def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
-    """Copy the root's `tensor` to every rank, in place."""
-    work = Work("broadcast", group, tensor, async_op)
-    rank, P = work.place
-    root = find_root(work, src, group_src)
-    plan = lambda flat: [_tree_broadcast(flat, rank, root, P)]
-    return launch(work, plan, [tensor], [], partial(call_backend, work, group_src=root))
-
-
-def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
-    """Reduce `tensor` over the group into the root's tensor. The other ranks keep theirs."""
-    combine = Reduction(op, tensor.dtype)
-    work = Work("reduce", group, tensor, async_op, op)
-    rank, P = work.place
-    root = find_root(work, dst, group_dst)
-    plan = lambda flat: [_tree_reduce(flat, combine, rank, root, P)]
-    if rank == root:
-        return launch(work, plan, outputs=[tensor])
-    return launch(work, plan, outputs=[], inputs=[tensor])
-
-
-def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
-    """Copy tensor r of the root's scatter_list into `tensor` of rank r, for all r.
-
-    Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
-    """
-    work = Work("scatter", group, tensor, async_op)
-    root = find_root(work, src, group_src)
-    inputs = list_of_root(work, root, scatter_list, tensor)
-    plan = lambda output, *inputs: [_scatter(output, inputs, work.rank, root)]
-    backend = lambda output, *inputs: call_backend(work, output, [*inputs], group_src=root)
-    return launch(work, plan, [tensor], inputs, backend)
-
-
-def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
-    """Copy `tensor` of rank r into tensor r of the root's gather_list, for all r. See scatter()."""
-    work = Work("gather", group, tensor, async_op)
-    root = find_root(work, dst, group_dst)
-    outputs = list_of_root(work, root, gather_list, tensor)
-    plan = lambda *flat: [_gather(flat[:-1], flat[-1], work.rank, root)]
-    backend = lambda *flat: call_backend(work, flat[-1], [*flat[:-1]], group_dst=root)
-    return launch(work, plan, outputs, [tensor], backend)
-
-
-def find_root(work, global_rank, group_rank):
-    """Return the group rank of the root, given as either rank. The default is global rank 0."""
-    if group_rank is None:
-        global_rank = global_rank or 0
-        if global_rank not in work.ranks:
-            ranks = f"the group's ranks {work.ranks}"
-            raise ValueError(f"src or dst={global_rank} is not among {ranks}")
-        return work.ranks.index(global_rank)
-    given = f"group_src or group_dst={group_rank}"
-    if global_rank is not None:
-        raise ValueError(f"{work.name} got {given} besides src or dst={global_rank}")
-    if not 0 <= group_rank < work.world_size:
-        raise ValueError(f"{given} is not a rank of a group of {work.world_size}")
-    return group_rank
-
-
-def list_of_root(work, root, tensors, like):
-    """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
-    if work.rank != root:
-        if tensors:
-            got = f"{work.name} got a list on rank {work.rank} of the group"
-            raise ValueError(f"{got}; only the root, rank {root}, has one")
-        return []
-    tensors = one_per_rank(work, tensors)
-    for tensor in tensors:
-        check_fits(tensor, like, like.numel())
-    return tensors
-
-
-def one_per_rank(work, tensors):
-    """Return the list of tensors, or raise ValueError unless it has one for each rank."""
-    tensors = tensors or []
-    if len(tensors) != work.world_size:
-        got = f"{work.name} got a list of {len(tensors)} tensors"
-        raise ValueError(f"{got}, not world_size={work.world_size}")
-    return tensors
-
-
-def barrier(group=None):
-    """Return when every rank of the group has called it."""
-    token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
-    all_reduce(token, group=group)
-    token.tolist()  # on CUDA the host waits here
-
-
-# ---- derivatives: the backward of a collective is a collective -----------------------------------
-#
-# If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
-# of x's gradient, and the parts are summed. If all ranks use x identically, each already has the
-# whole gradient, and a sum would count it once for every rank. So a tensor has one of four types
-# over a group, as in Meta's spmd_types, and so has its gradient:
-#
-#                    the ranks hold                   a rank's gradient is      the gradient's type
-#     I  invariant   equal tensors, used identically  whole, equal on all       invariant
-#     R  replicated  equal tensors, used differently  a part; the sum is meant  partial
-#     V  varying     tensors of their own             that of its own tensor    varying
-#     P  partial     parts; the sum is meant          the sum's, equal on all   replicated
-#
-# For example, x = 3 is multiplied by w = 2 on rank 0 and by w = 5 on rank 1, and y is the sum of
-# the products. Gradients are computed from the last row up, beginning with y's, which is 1:
-#
-#                                tensor on ranks 0, 1         gradient on ranks 0, 1
-#     x                             3      3   invariant         7      7   invariant
-#     c = copy_to_group(x)          3      3   replicated        2      5   partial
-#     p = w * c                     6     15   partial           1      1   replicated
-#     y = reduce_from_group(p)     21     21   invariant         1      1   invariant
-#
-# copy_to_group() makes a replicated tensor of an invariant one, so its backward makes an invariant
-# gradient of a partial one. It is an all-reduce: 2 + 5 = 7. Whether p is varying or partial depends
-# on what is meant, the products or their sum, so a varying tensor may be passed as partial.
-#
-# _PAIRS has the types of the functions below, which change no input. Docstrings of other files have
-# the letters, such as "V, I -> V" for two inputs and the output. tests/test_adjoint.py checks them.
-
-
-def _identity(x, group):
-    return x.view_as(x)
-
-
-def _all_reduced(x, group):
-    output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    all_reduce(x, group=group, output=output)
-    return output
-
-
-def _all_gathered(x, dim, group):
-    output = x.new_empty(dist.get_world_size(group), *x.shape)
-    all_gather_single(output, x, group)
-    # flatten() may return a view, which autograd would not let anybody change in place
-    return output.movedim(0, dim).flatten(dim, dim + 1).detach()
-
-
-def _own_chunk(x, dim, group):
-    chunks = x.unflatten(dim, (dist.get_world_size(group), -1))
-    return chunks.select(dim, dist.get_rank(group)).clone(memory_format=torch.contiguous_format)
-
-
-def _reduce_scattered(x, dim, group):
-    chunks = x.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0)
-    output = x.new_empty(chunks.shape[1:])
-    reduce_scatter_single(output, chunks, group=group)
-    return output
-
-
-def _all_to_all(x, output_split_sizes, input_split_sizes, group):
-    rows = len(x) if output_split_sizes is None else sum(output_split_sizes)
-    output = x.new_empty(rows, *x.shape[1:])
-    all_to_all_single(output, x, output_split_sizes, input_split_sizes, group)
-    return output
-
-
-_PAIRS = {  # name: (forward, backward), with the types of x and of the result
-    "copy_to_group": (_identity, _all_reduced),  # invariant -> replicated; Megatron's f
-    "reduce_from_group": (_all_reduced, _identity),  # partial -> invariant; Megatron's g
-    "scatter_to_group": (_own_chunk, _all_gathered),  # invariant -> varying
-    "gather_from_group": (_all_gathered, _own_chunk),  # varying -> invariant
-    "all_gather_to_group": (_all_gathered, _reduce_scattered),  # varying -> replicated
-    "reduce_scatter_to_group": (_reduce_scattered, _all_gathered),  # partial -> varying
-    # varying -> varying
-    "all_to_all_in_group": (_all_to_all, lambda x, a, b, group: _all_to_all(x, b, a, group)),
-}
-
-
-class _Conjugate(torch.autograd.Function):
-    """Apply pair[0] in forward and pair[1] in backward; a double backward swaps them again."""
-
-    @staticmethod
-    def forward(ctx, x, pair, *arguments):
-        ctx.pair, ctx.arguments = pair, arguments
-        return pair[0](x, *arguments)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        gradient = _Conjugate.apply(grad_output, ctx.pair[::-1], *ctx.arguments)
-        return gradient, None, *[None for _ in ctx.arguments]
-
-
-def copy_to_group(x, group=None):
-    """Return a view of x that must not be changed. Backward sums the gradients."""
-    return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
-
-
-def reduce_from_group(x, group=None):
-    """Return the sum of all ranks' x. In backward each x gets the sum's gradient."""
-    return _Conjugate.apply(x, _PAIRS["reduce_from_group"], group)
-
-
-def scatter_to_group(x, dim, group=None):
-    """Return this rank's chunk of x along `dim`. Every rank passes the same x."""
-    return _Conjugate.apply(x, _PAIRS["scatter_to_group"], dim % x.ndim, group)
-
-
-def gather_from_group(x, dim, group=None):
-    """Join every rank's x along `dim`, for ranks that all use the result identically."""
-    return _Conjugate.apply(x, _PAIRS["gather_from_group"], dim % x.ndim, group)
-
-
-def all_gather_to_group(x, dim, group=None):
-    """Join every rank's x along `dim`, for ranks that use the result differently."""
-    return _Conjugate.apply(x, _PAIRS["all_gather_to_group"], dim % x.ndim, group)
-
-
-def reduce_scatter_to_group(x, dim, group=None):
-    """Return this rank's chunk, along `dim`, of the sum of every rank's x."""
-    return _Conjugate.apply(x, _PAIRS["reduce_scatter_to_group"], dim % x.ndim, group)
-
-
-def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, group=None):
-    """Exchange the rows of x as all_to_all_single() does."""
-    splits = output_split_sizes, input_split_sizes
-    return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
 
 
 # ---- the backend's own collectives ---------------------------------------------------------------
