@@ -261,8 +261,9 @@ def plain_all_to_all(output, input, group=None):
 
 # ---- all-reduce ----------------------------------------------------------------------------------
 #
-# A reduce-scatter and then an all-gather make an all-reduce. With the two rings above it is
-# ring_all_reduce(). Two other pairs, and two algorithms that are no pairs, take fewer steps:
+# A reduce-scatter and then an all-gather, its two phases, make an all-reduce. With the two rings
+# above it is ring_all_reduce(). Two other pairs, and two algorithms without phases, take fewer
+# steps:
 #
 #                          how                                   a rank sends   steps       scratch
 #     naive                all send everything to all            (P-1) D        1           P D
@@ -628,24 +629,33 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
 # does with one algorithm. The sections below have the same order, and then what a plan needs: the
 # choice of an algorithm, segments, more algorithms and sums.
 #
-#     all_gather_single(output, input)   makes a Work, and a plan, which returns the algorithms
-#       launch()                         runs run() at once, or in the group's queue
-#         run(), in launch()             makes inputs contiguous, and copies results back
-#           take_turns()                 does what plain_run() does, for several segments at once
-#             post()                     does what plain_exchange() does, but does not wait
-#               group.send()             and group.recv(), which are torch's; NCCL: post_batch()
+#     broadcast(tensor)           makes a Work, and a plan, which returns the algorithms to run
+#       launch()                  runs run() at once, or in the group's queue
+#         run(), in launch()      makes tensors contiguous, and copies results back
+#           take_turns()          does what plain_run() does, for several segments at once
+#             post()              does what plain_exchange() does, but does not wait
+#               group.send()      and group.recv(), which are torch's; NCCL: post_batch()
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
 # A Work is one call: its group, this rank, whether it is asynchronous. With async_op=True the call
-# returns it, to wait() for.
+# returns it, to wait() for. A plan is a function of the flat tensors, which returns the algorithms
+# to run. That of broadcast() is a single one.
 #
-# A plan is a function of the flat tensors, which returns the generators to run: one, or one for
-# each segment of a long tensor. choose_segments() returns the algorithm's name, the number of
-# segments and the algorithm's keyword arguments. PHASES has the functions of that name.
+# Long tensors of all_gather_single(), reduce_scatter_single() and all_reduce() are cut into
+# segments, each with an algorithm of its own. choose_segments() returns its name, the number of
+# segments and its keyword arguments. PHASES has the two functions of each name.
 #
 # The root is src or dst, a global rank, or group_src or group_dst, a rank of the group. By default
 # it is global rank 0 (in PyTorch, broadcast() and reduce() have no default).
+
+
+def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    """Copy the root's `tensor` to every rank, in place."""
+    work = Work("broadcast", group, tensor, async_op)
+    root = find_root(work, src, group_src)
+    plan = lambda flat: [_tree_broadcast(flat, work.rank, root, work.world_size)]
+    return launch(work, plan, [tensor], [], partial(call_backend, work, group_src=root))
 
 
 def all_gather_single(output, input, group=None, async_op=False):
@@ -780,14 +790,6 @@ def _split_sizes(tensor, rows_of_ranks, world_size):
     if len(sizes) != world_size or sum(sizes) != rows:
         raise ValueError(f"{rows} rows are not split for world_size={world_size} by sizes {sizes}")
     return [size * tensor.shape[1:].numel() for size in sizes]
-
-
-def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
-    """Copy the root's `tensor` to every rank, in place."""
-    work = Work("broadcast", group, tensor, async_op)
-    root = find_root(work, src, group_src)
-    plan = lambda flat: [_tree_broadcast(flat, work.rank, root, work.world_size)]
-    return launch(work, plan, [tensor], [], partial(call_backend, work, group_src=root))
 
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
@@ -1019,7 +1021,8 @@ def report_plain_exchange(sends, receives, group):
     tensor, _ = (sends or receives)[0]
     work = Work("plain_exchange", group, tensor)
     if not (work.queue.on_nccl or work.queue.last.is_completed()):
-        raise RuntimeError("plain_exchange() while operations of its group are pending")
+        pending = "plain_exchange() while operations of its group are pending"
+        raise RuntimeError(f"{pending}: call exchange(), or wait() for them")
     work.tell("post", sends, receives)
 
 
@@ -1098,7 +1101,12 @@ def post(work, sends, receives):
         # Empty messages are counted, or a peer might have a message in another batch.
         first = post(work, sends[:MOST_PEERS], receives[:MOST_PEERS])
         others = post(work, sends[MOST_PEERS:], receives[MOST_PEERS:])
-        return lambda: (first(), others())
+
+        def finish():
+            first()
+            others()
+
+        return finish
     sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
     receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
     if not sends and not receives:
@@ -1214,8 +1222,11 @@ def membership(group, caller):
     group = group or dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{caller} is called by a rank that is not in the group")
-    with _FIRST_CALL:  # of two threads, or each would make a queue
-        return _MEMBERSHIPS.get(group) or Membership(group)
+    members = _MEMBERSHIPS.get(group)
+    if members is None:
+        with _FIRST_CALL:  # of two threads, or each would make a queue
+            members = _MEMBERSHIPS.get(group) or Membership(group)
+    return members
 
 
 class _Stream:
@@ -1612,7 +1623,8 @@ ALGORITHMS = ("naive", "recursive_doubling", *PHASES)
 def set_backend_collectives(group=None):
     """Let the backend run the group's collectives, which count_bytes() then rejects.
 
-    Exceptions are reduce(), and all_gather() of unequal lengths. Call it on all ranks of the group.
+    Exceptions are reduce(), and all_gather() of unequal lengths. All ranks of the group must call
+    it, or its next collective hangs.
     """
     membership(group, "set_backend_collectives").uses_backend = dist.get_world_size(group) > 1
 
