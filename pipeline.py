@@ -258,13 +258,32 @@ class Action(NamedTuple):
         """What the F and the B, or I and W, of a microbatch in a chunk have in common."""
         return self.microbatch, self.chunk
 
+    @property
+    def actions(self):
+        """This action alone. A Pair, the other kind of item in a schedule, has two."""
+        return (self,)
+
+
+class Pair(NamedTuple):
+    """A forward and a backward that a rank performs in turns: see pair_up() and Turns.
+
+    A Pair begins when the inputs of both have arrived, and sends both results at its end.
+    """
+
+    forward: Action
+    backward: Action
+
+    @property
+    def actions(self):
+        return self.forward, self.backward
+
 
 class Transfer(NamedTuple):
     """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
 
-    action: the F that makes this output, or the B that makes this gradient. An I makes the same
-    gradient as a B, so its Transfer is the same, and names a B. If a rank has several chunks,
-    source and destination may be the same rank.
+    action: the F that makes this output, or the B that makes this gradient. An I makes the gradient
+        in place of a B, and its Transfer names the B. If a rank has several chunks, source and
+        destination may be the same rank.
     """
 
     action: Action
@@ -273,63 +292,66 @@ class Transfer(NamedTuple):
 
 
 class Schedule(list):
-    """A list of actions for each rank, and the route that microbatches take through the ranks.
+    """A row for each rank, and the route that microbatches take through the ranks.
 
-    If F0 is Action("F", 0), the example above is [[F0, F1, B0, F2, B1, B2],
-    [F0, B0, F1, B1, F2, B2]]. As between any lists, == compares the actions, but not the routes.
+    A row lists what the rank does: Actions and, if the schedule is from pair_up(), Pairs. If F0 is
+    Action("F", 0), the example above is [[F0, F1, B0, F2, B1, B2], [F0, B0, F1, B1, F2, B2]].
 
     routes: a list of routes, mostly of one. A route lists the places (rank, chunk) that a forward
         visits, in order; its backward visits them in reverse. The default is (0, 0), (1, 0), (2, 0)
         and so on. With two routes, the first half of the microbatches takes the first.
-    needed, made: {(action, rank): Transfer}, what an action needs before it begins, and what it
-        makes. Rank 1's F0 needs what rank 0's F0 makes, so in the example needed[F0, 1] and
-        made[F0, 0] are both Transfer(F0, 0, 1). There is no entry where nothing is needed or made:
-        where a route begins, F needs nothing and B makes nothing; where it ends, F makes nothing
-        and B needs nothing; a W never needs or makes anything.
 
     Raises ValueError if a rank has no actions.
     """
 
-    def __init__(self, actions, routes=None):
-        super().__init__(actions)
+    def __init__(self, rows, routes=None):
+        super().__init__(rows)
         if not all(self):
             raise ValueError(f"rank {self.index([])} has no actions")
         self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
-        self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
-        self.needed = {}
-        self.made = {}
+        everything = [action for rank in range(len(self)) for action in self.actions(rank)]
+        self.num_microbatches = 1 + max(action.microbatch for action in everything)
+        self._needed = {}  # {(action, rank): Transfer}
+        self._made = {}
         for microbatch in range(self.num_microbatches):
             route = self.route(microbatch)
-            self._link("F", microbatch, route)
-            self._link("BI", microbatch, route[::-1])
+            for place, next_place in zip(route, route[1:]):
+                self._link("F", microbatch, place, next_place)
+                self._link("B", microbatch, next_place, place)
+                self._link("I", microbatch, next_place, place)
+
+    def _link(self, kind, microbatch, place, next_place):
+        """Record what an action makes at a place, and the same action needs at the next place."""
+        rank, chunk = place
+        next_rank, next_chunk = next_place
+        named = Action("F" if kind == "F" else "B", microbatch, chunk)
+        transfer = Transfer(named, rank, next_rank)
+        self._made[Action(kind, microbatch, chunk), rank] = transfer
+        self._needed[Action(kind, microbatch, next_chunk), next_rank] = transfer
 
     def route(self, microbatch):
         """Return the places that a microbatch visits on its way forward."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
-    def _link(self, kinds, microbatch, places):
-        """Record the transfers between successive places. A B and an I have the same transfers."""
-        for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
-            transfer = Transfer(Action(kinds[0], microbatch, chunk), source, destination)
-            for kind in kinds:
-                self.made[Action(kind, microbatch, chunk), source] = transfer
-                self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
+    def actions(self, rank):
+        """Return a list of the rank's actions, in order, with those of Pairs."""
+        return [action for item in self[rank] for action in item.actions]
 
-    # The next three methods say what needed, made and the rows say, until pairs change them: see
-    # PairedSchedule.
+    def needs(self, item, rank):
+        """Return a list of the Transfers that must arrive before an Action or a Pair begins.
 
-    def before(self, action, rank):
-        """Return a list of what must have arrived when an action begins: what it needs, if any."""
-        return [self.needed[action, rank]] if (action, rank) in self.needed else []
+        Rank 1's F0 needs what rank 0's F0 makes. So in the example, needs(F0, 1) and makes(F0, 0)
+        are both [Transfer(F0, 0, 1)]. An action needs and makes at most one. Where a route begins,
+        F needs nothing and B makes nothing. Where it ends, F makes nothing and B needs nothing. A W
+        never needs or makes anything.
+        """
+        keys = [(action, rank) for action in item.actions]
+        return [self._needed[key] for key in keys if key in self._needed]
 
-    def after(self, action, rank):
-        """Return a list of what can leave when an action ends: what it makes, if any."""
-        return [self.made[action, rank]] if (action, rank) in self.made else []
-
-    def singles_and_pairs(self, rank):
-        """Yield the rank's actions in lists of one. In a PairedSchedule, some lists have two."""
-        for action in self[rank]:
-            yield [action]
+    def makes(self, item, rank):
+        """Return a list of the Transfers that can leave when an Action or a Pair ends."""
+        keys = [(action, rank) for action in item.actions]
+        return [self._made[key] for key in keys if key in self._made]
 
 
 # ---- any schedule, one exchange at a time --------------------------------------------------------
@@ -341,26 +363,26 @@ class Schedule(list):
 
 
 def in_order(schedule):
-    """Yield (rank, action) for all ranks' actions, each after those that make what it needs.
+    """Yield (rank, item) for all items of all rows, each after those that make what it needs.
 
-    The ranks take turns. In its turn, a rank performs its next action unless it must wait. The
+    The ranks take turns. In its turn, a rank performs its next item unless it must wait. The
     example begins: rank 0 F0, rank 1 F0, rank 0 F1, rank 1 B0, rank 0 B0. Raises ValueError if a
     microbatch lacks an action, repeats one or has them out of order, or if all ranks wait; the
     error then says at what.
     """
     _check_actions(schedule)
-    queues = [deque(actions) for actions in schedule]
+    queues = [deque(row) for row in schedule]
     made = set()
     while any(queues):
         progress = False
         for rank, queue in enumerate(queues):
-            if queue and made.issuperset(schedule.before(queue[0], rank)):
-                action = queue.popleft()
-                yield rank, action
-                made.update(schedule.after(action, rank))
+            if queue and made.issuperset(schedule.needs(queue[0], rank)):
+                item = queue.popleft()
+                yield rank, item
+                made.update(schedule.makes(item, rank))
                 progress = True
         if not progress:
-            stuck = [(rank, queue[0]) for rank, queue in enumerate(queues) if queue]
+            stuck = [(rank, queue[0].actions[0]) for rank, queue in enumerate(queues) if queue]
             where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
             raise ValueError(f"the schedule cannot finish: {where} waiting for missing inputs")
 
@@ -379,11 +401,11 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
     dualpipe(), which has each layer on two ranks, sum_replicas() has to sum the gradients of both.
     """
     rank, _ = rank_and_size(group)
-    arrived = {}  # {Transfer: tensor}, until an action uses it
+    tensors = {}  # {Transfer: tensor}, from when it is made or received until it is used or sent
     passes = {}  # {(microbatch, chunk): (input, output)}, as in gpipe_step()
     losses = []
 
-    def perform(action, received):
+    def perform(action, received=None):
         if action.kind == "F":
             x = inputs[action.microbatch] if received is None else received.requires_grad_()
             output = stages[action.chunk](x)
@@ -398,28 +420,29 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
         output.backward(received)  # None where a route ends, since there the output is the loss
         return x.grad
 
-    for actor, action in in_order(schedule):
+    for actor, item in in_order(schedule):
         if actor == rank:
-            needed = schedule.needed.get((action, rank))
-            result = perform(action, arrived.pop(needed, None))
-        made = schedule.made.get((action, actor))
-        if made is None:
-            continue
-        if rank == made.source == made.destination:
-            arrived[made] = result  # for another chunk of this rank
-        elif rank == made.source:
-            exchange([(result, made.destination)], [], group)
-        elif rank == made.destination:
-            arrived[made] = like.new_empty(like.shape)
-            exchange([], [(arrived[made], made.source)], group)
+            for action in item.actions:
+                received = [tensors.pop(transfer) for transfer in schedule.needs(action, rank)]
+                result = perform(action, *received)
+                for transfer in schedule.makes(action, rank):
+                    tensors[transfer] = result
+        for transfer in schedule.makes(item, actor):
+            if transfer.source == transfer.destination:
+                continue  # it is for another chunk of the same rank
+            if rank == transfer.source:
+                exchange([(tensors.pop(transfer), transfer.destination)], [], group)
+            elif rank == transfer.destination:
+                tensors[transfer] = like.new_empty(like.shape)
+                exchange([], [(tensors[transfer], transfer.source)], group)
     return losses
 
 
 def _check_actions(schedule):
     """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
     kinds = defaultdict(str)
-    for rank, actions in enumerate(schedule):
-        for kind, microbatch, chunk in actions:
+    for rank in range(len(schedule)):
+        for kind, microbatch, chunk in schedule.actions(rank):
             kinds[rank, microbatch, chunk] += kind
     allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
     for microbatch in range(schedule.num_microbatches):
@@ -650,6 +673,31 @@ def _dualpipe_letters(rank, p, per_end):
     return letters if rank < p // 2 else letters.swapcase()
 
 
+def pair_up(schedule):
+    """Return a Schedule with a Pair in place of each F and the B of another chunk that follows it.
+
+    dualpipe() and dualpipe_v() are made for pairs, and no rank waits forever with them. A pair pays
+    only if its passes take less time in turns than one after the other, as they do if messages take
+    long. If F <= I, the bubbles with pairs are at most what claim() returns. Otherwise they are
+    longer by up to (p/2-1)(F-I), for dualpipe_v by up to (p-1)(F-I)/2.
+
+    1F1B gets no pairs, because its F and the next B are of one chunk, on the last rank even of one
+    microbatch. For pairs, its warm-up would need 2(p-r)-1 forwards in place of p-r-1, and a rank
+    would hold twice the activations.
+    """
+    rows = []
+    for first, *others in schedule:
+        row = [first]
+        for action in others:
+            previous = row[-1].actions[-1]
+            if previous.kind + action.kind == "FB" and previous.chunk != action.chunk:
+                row[-1] = Pair(previous, action)
+            else:
+                row.append(action)
+        rows.append(row)
+    return Schedule(rows, schedule.routes)
+
+
 def forward_only(num_stages, num_microbatches, route=None):
     """Evaluation: only the forwards, along one route. Pipeline keeps none of their graphs."""
     route = route or [(rank, 0) for rank in range(num_stages)]
@@ -793,28 +841,32 @@ class Timeline:
 def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     """Time a schedule. Every rank does its actions in order, each as soon as its input has arrived.
 
-    forward, backward: times of F and B of one chunk. weight: the part of B that is W. message: the
-    time a tensor travels between ranks. Raises ValueError where in_order() does.
+    forward, backward: times of F and B of one chunk. weight: the part of B that is W. A Pair takes
+    F + B, as if one came after the other. message: the time a tensor travels between ranks. Raises
+    ValueError where in_order() does.
     """
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     start = [{} for _ in schedule]
     end = [{} for _ in schedule]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
     arrived = {}  # {Transfer: time}
-    for rank, action in in_order(schedule):
-        needed = [arrived[transfer] for transfer in schedule.before(action, rank)]
-        begin = max([free[rank], *needed])
-        start[rank][action] = begin
-        free[rank] = begin + duration[action.kind]
-        end[rank][action] = free[rank]
-        for made in schedule.after(action, rank):
-            arrived[made] = free[rank] + (message if made.destination != rank else 0)
-    work = [sum(duration[action.kind] for action in actions) for actions in schedule]
+    for rank, item in in_order(schedule):
+        needed = [arrived[transfer] for transfer in schedule.needs(item, rank)]
+        time = max([free[rank], *needed])
+        for action in item.actions:
+            start[rank][action] = time
+            time += duration[action.kind]
+            end[rank][action] = time
+        free[rank] = time
+        for made in schedule.makes(item, rank):
+            arrived[made] = time + (message if made.destination != rank else 0)
+    rows = [schedule.actions(rank) for rank in range(len(schedule))]
+    work = [sum(duration[action.kind] for action in actions) for actions in rows]
     bubble = [max(free) - busy for busy in work]
     idle = [last - min(begun.values()) - busy for last, begun, busy in zip(free, start, work)]
-    keeps = any(action.kind != "F" for actions in schedule for action in actions)
+    keeps = any(action.kind != "F" for actions in rows for action in actions)
     change = {"F": int(keeps), "B": -1, "I": 0, "W": -1}
-    peak = [max(accumulate(change[action.kind] for action in actions)) for actions in schedule]
+    peak = [max(accumulate(change[action.kind] for action in actions)) for actions in rows]
     transfers = [t for t in arrived if t.source != t.destination]
     transfers.sort(key=lambda transfer: (arrived[transfer], transfer))
     return Timeline(start, end, max(free), bubble, idle, peak, transfers)
@@ -868,11 +920,11 @@ SHORT = 1 / 128  # a message's time in that simulation, where a forward takes 1
 
 
 def program(schedule, rank):
-    """Yield all that a rank does in a step, in order, as (verb, Transfer or list of Actions).
+    """Yield all that a rank does in a step, in order, as (verb, Transfer or item of its row).
 
         receive, send   post the message of a Transfer, and go on while it travels
         wait            wait until the message is done
-        do              perform one Action, or the F and the B of a pair in turns
+        do              perform an Action, or the two of a Pair in turns
 
     On rank 0 of one_f_one_b(2, 2): do F0, send F0, do F1, send F1, receive B0, receive B1, wait B0,
     do B0, wait B1, do B1, wait F0, wait F1.
@@ -907,15 +959,14 @@ def program(schedule, rank):
                     yield "wait", sent.popleft()
 
     yield from post()
-    for together in schedule.singles_and_pairs(rank):
-        for action in together:
-            needed = schedule.needed.get((action, rank))
-            if needed and needed.source != rank:  # else it comes from a chunk of this rank
+    for item in schedule[rank]:
+        for needed in schedule.needs(item, rank):
+            if needed.source != rank:  # else it comes from a chunk of this rank
                 yield from post(needed)
                 yield "wait", needed
                 arriving.remove(needed)
-        yield "do", together
-        made.update(schedule.made.get((action, rank)) for action in together)
+        yield "do", item
+        made.update(schedule.makes(item, rank))
         yield from post()
     for transfer in sent:
         yield "wait", transfer
@@ -1096,9 +1147,10 @@ class Pipeline:
         _check_schedule(schedule, self.stages, group)
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
-        self.reducing = reducing_actions(schedule[self.rank], self.stages, sync_each)
+        actions = schedule.actions(self.rank)
+        self.reducing = reducing_actions(actions, self.stages, sync_each)
         self.program = list(program(schedule, self.rank))
-        self.training = any(action.kind != "F" for action in schedule[self.rank])
+        self.training = any(action.kind != "F" for action in actions)
         # the chunks of this rank where routes begin, and where they end
         self.first_chunks = {chunk for (rank, chunk), *_ in schedule.routes if rank == self.rank}
         self.last_chunks = {chunk for *_, (rank, chunk) in schedule.routes if rank == self.rank}
@@ -1133,11 +1185,11 @@ class Pipeline:
         post = partial(exchange, group=self.group, async_op=True)
 
         def do(action):
-            needed = self.schedule.needed.get((action, self.rank))
-            made = self.schedule.made.get((action, self.rank))
-            result = self.perform(action, tensors.pop(needed, None), action in self.reducing)
-            if made:
-                tensors[made] = result
+            needed = self.schedule.needs(action, self.rank)
+            received = [tensors.pop(transfer) for transfer in needed]
+            result = self.perform(action, action in self.reducing, *received)
+            for transfer in self.schedule.makes(action, self.rank):
+                tensors[transfer] = result
 
         for verb, subject in self.program:
             if verb == "receive":
@@ -1147,16 +1199,16 @@ class Pipeline:
                 messages[subject] = post([(tensors.pop(subject), subject.destination)], [])
             elif verb == "wait":
                 messages.pop(subject).wait()
-            elif len(subject) == 1:
-                do(*subject)
+            elif isinstance(subject, Pair):
+                self.turns.together(partial(do, subject.forward), partial(do, subject.backward))
             else:
-                self.turns.together(*[partial(do, action) for action in subject])
+                do(subject)
         self.step_is_pending = False
         self.inputs = self.targets = self.loss_arguments = ()
         return self.loss
 
-    def perform(self, action, received, reduces):
-        """Perform an action on the tensor that it needs, and return its result.
+    def perform(self, action, reduces, received=None):
+        """Perform an action on the tensor that it needs, if any, and return its result.
 
         reduces: whether it starts to reduce gradients. Inside the caller's no_sync() none does.
         """
@@ -1236,13 +1288,12 @@ def _check_schedule(schedule, stages, group):
     own_rank, num_stages = rank_and_size(group)
     # In a group that has only NCCL, all ranks must take part in the first operation, so this gather
     # must precede step().
-    rows = [list(schedule.singles_and_pairs(rank)) for rank in range(len(schedule))]
-    schedules = gather_objects((rows, schedule.routes), group)
+    schedules = gather_objects((list(schedule), schedule.routes), group)
     if any(other != schedules[0] for other in schedules):
         raise ValueError("the ranks of the group have different schedules")
     if len(schedule) != num_stages:
         raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
-    num_chunks = 1 + max(action.chunk for action in schedule[own_rank])
+    num_chunks = 1 + max(action.chunk for action in schedule.actions(own_rank))
     if len(stages) != num_chunks:
         raise ValueError(f"rank {own_rank} has {len(stages)} stages for num_chunks={num_chunks}")
     if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
@@ -1269,68 +1320,6 @@ def _check_batches(pipeline, inputs, targets):
 # them. What joins this file with the other is an assignment for each layer of experts, an MoE:
 #
 #     layer.hand_over = pipeline.turns.hand_over
-
-
-class PairedSchedule(Schedule):
-    """A Schedule in which some forwards take turns with the backward that follows them.
-
-    A pair begins when the inputs of both passes have arrived, and sends both results at its end.
-    Its time in simulate() is F + B, as if the passes ran one after the other.
-
-    pairs: {(F, rank): B}. Each B follows its F in the rank's row.
-    """
-
-    def __init__(self, schedule, pairs):
-        super().__init__(schedule, schedule.routes)
-        self.pairs = pairs
-        self.forwards = {(backward, rank): forward for (forward, rank), backward in pairs.items()}
-
-    def before(self, action, rank):
-        """Before the F of a pair, what both passes need must have arrived; its B then goes on."""
-        if (action, rank) in self.forwards:
-            return []
-        needed = super().before(action, rank)
-        if (action, rank) in self.pairs:
-            needed += super().before(self.pairs[action, rank], rank)
-        return needed
-
-    def after(self, action, rank):
-        """Nothing leaves after the F of a pair; what both passes make leaves after its B."""
-        if (action, rank) in self.pairs:
-            return []
-        made = super().after(action, rank)
-        if (action, rank) in self.forwards:
-            made = super().after(self.forwards[action, rank], rank) + made
-        return made
-
-    def singles_and_pairs(self, rank):
-        """Yield the rank's actions in lists, of two for a pair and of one for others."""
-        actions = iter(self[rank])
-        for action in actions:
-            together = [action]
-            if (action, rank) in self.pairs:
-                together.append(next(actions))
-            yield together
-
-
-def pair_up(schedule):
-    """Return the PairedSchedule whose pairs are each F and the B of another chunk that follows it.
-
-    dualpipe() and dualpipe_v() are made for pairs, and no rank waits forever with them. A pair pays
-    only if its passes take less time in turns than one after the other, as they do if messages take
-    long. If F <= I, the bubbles with pairs are at most what claim() returns. Otherwise they are
-    longer by up to (p/2-1)(F-I), for dualpipe_v by up to (p-1)(F-I)/2.
-
-    1F1B gets no pairs, because its F and the next B are of one chunk, on the last rank even of one
-    microbatch. For pairs, its warm-up would need 2(p-r)-1 forwards in place of p-r-1, and a rank
-    would hold twice the activations.
-    """
-    pairs = {}
-    for rank, actions in enumerate(schedule):
-        for action, following in zip(actions, actions[1:]):
-            if action.kind + following.kind == "FB" and action.chunk != following.chunk:
-                pairs[action, rank] = following
-    return PairedSchedule(schedule, pairs)
 
 
 class Turns:

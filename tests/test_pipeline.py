@@ -167,7 +167,7 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     drawn = [tuple(row.removeprefix(f"rank {r}  ") for row in pair) for r, pair in enumerate(pairs)]
     words = []
     for verb, subject in program(one_f_one_b(2, 2), 0):
-        action = subject[0] if verb == "do" else subject.action
+        action = subject if verb == "do" else subject.action
         words.append(f"{verb} {action.kind}{action.microbatch}")
     assert ": " + ", ".join(words) + "." in " ".join(program.__doc__.split())
     assert re.findall(r"([.FB\d]{20,}) +([.FB\d]{20,})", pipeline.__doc__) == drawn
@@ -239,7 +239,8 @@ def test_a_schedule_that_is_not_defined_or_cannot_finish_is_rejected():
 def _receives_posted_late(schedule, order, message=0.05):
     """Count receives that wait in a rank's queue behind a send produced after they could arrive."""
     end, late = simulate(schedule, message=message).end, 0
-    made = {t: end[rank][a] for (a, rank), t in schedule.made.items() if a in end[rank]}
+    ends = [(rank, *item) for rank, times in enumerate(end) for item in times.items()]
+    made = {t: moment for rank, a, moment in ends for t in schedule.makes(a, rank)}
     for rank in range(len(schedule)):
         ready = 0.0  # the time at which all sends so far have been produced
         for transfer in order:

@@ -19,7 +19,7 @@ import rehearse
 from claims import RUNS, predicted
 from gpu_counts import fused_rms_norm
 from models import GPUS, MODELS, Gpu
-from pipeline import SCHEDULES, pair_up, simulate
+from pipeline import SCHEDULES, Pair, pair_up, simulate
 from plan import Layout, Share
 from ranks import PROJECT
 from sequence_parallel import recomputation_bytes
@@ -371,8 +371,8 @@ def test_overlap_hides_experts_messages_behind_compute_in_pairs(name):
     config, gpu = hybrid.GPTConfig(48, 1024, 8, 512, 1, experts=8), GPUS["h100"]
     for p, m in (2, 4), (4, 8), (4, 20), (8, 16), (16, 120):
         schedule = pair_up(SCHEDULES[name](p, m))
-        pairs = [sum(place == rank for _, place in schedule.pairs) for rank in range(p)]
-        passes = sum(action.kind == "F" for action in schedule[0])
+        pairs = [sum(isinstance(item, Pair) for item in row) for row in schedule]
+        passes = sum(action.kind == "F" for action in schedule.actions(0))
         paired = min(pairs) / passes
         layout = Layout(pp=p, dp=8, ep=8, microbatches=m, schedule=name, chunks=SCHEDULES[name].v)
         for speed in 1e3, 1:  # GB/s; the messages take less time than compute, and more
