@@ -25,8 +25,8 @@ from collectives import count_bytes, dist, gather_objects, observe, rank_and_siz
 from ddp import DistributedDataParallel
 from gpu_counts import batches, nccl_over_gloo, waits
 from pipeline import (
-    SCHEDULES, SHORT, Action, DeferredLinear, Pipeline, Schedule, WeightGradStore, claim, draw,
-    dualpipe, dualpipe_v, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b,
+    NUM_CHUNKS, SCHEDULES, SHORT, Action, DeferredLinear, Pipeline, Schedule, WeightGradStore,
+    claim, draw, dualpipe, dualpipe_v, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b,
     one_f_one_b_step, pair_up, pipeline_bytes, program, schedule_step, simulate, sum_replicas,
     zb_h1, zb_h2, zb_v,
 )
@@ -104,13 +104,13 @@ def test_actions_have_the_same_order_as_pytorchs(name):
 @every_schedule
 def test_bubble_and_peak_are_those_of_the_formulas(name, sizes):
     """If the caller chooses the chunks, there are 1 to 4. GPipe's backwards run in both orders."""
-    takes_chunks = SCHEDULES[name].v is None
+    takes_chunks = NUM_CHUNKS[name] is None
     variants = (1, 2, 3, 4) if takes_chunks else (1, -1) if name == "gpipe" else (2,)
     for (p, m), v in product(_sizes_of(name, sizes), variants):
         schedule = SCHEDULES[name](p, m, *[v] * takes_chunks)
         if v == -1:
             schedule = Schedule([actions[:m] + actions[:-m - 1 : -1] for actions in schedule])
-        parts = SCHEDULES[name].v or v
+        parts = NUM_CHUNKS[name] or v
         for F, B, W in SPLIT_TIMES:
             timeline = simulate(schedule, F / parts, B / parts, weight=W / parts)
             claimed = claim(name, p, m, v, 0, F, B, W).bubble
@@ -141,13 +141,13 @@ def test_the_formulas_that_are_printed_are_those_that_are_computed():
 
 def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     small = lambda a: f"{a.kind.lower() if a.chunk else a.kind}{a.microbatch}"
-    for name, kind in SCHEDULES.items():
-        rows = re.findall(r"rank \d   ((?:[FBIWfbiw]\d ?)+)", kind.make.__doc__)
-        sizes = re.search(r"p = (\d+), m = (\d+)", kind.make.__doc__)
+    for name, make in SCHEDULES.items():
+        rows = re.findall(r"rank \d   ((?:[FBIWfbiw]\d ?)+)", make.__doc__)
+        sizes = re.search(r"p = (\d+), m = (\d+)", make.__doc__)
         assert sizes and rows or name in ("naive", "gpipe"), f"{name}'s docstring has no drawing"
         if sizes:
             p, m = map(int, sizes.groups())
-            told = [" ".join(map(small, actions)) for actions in kind(p, m)]
+            told = [" ".join(map(small, actions)) for actions in make(p, m)]
             assert [row.strip() for row in rows] == told, name
     example = one_f_one_b(2, 3)
     pictures = [row.removeprefix(f"rank {r}  ") for r, row in enumerate(draw(example).splitlines())]
@@ -183,7 +183,7 @@ def test_the_command_compares_schedules_and_draws_one(monkeypatch, capsys):
     for name in SCHEDULES:
         row = next(line for line in compared if line.startswith(name))
         claimed, simulated, peak, held = map(float, row.split()[1:5])
-        v = SCHEDULES[name].v or 2
+        v = NUM_CHUNKS[name] or 2
         in_pairs = max(simulate(pair_up(SCHEDULES[name](4, 8)), 1 / v, 2 / v, weight=1 / v).bubble)
         assert peak == held and (claimed == simulated or claimed == in_pairs > simulated)
     paired = "dualpipe, dualpipe-v: claimed for F and B in pairs, which send together; simulated w"
@@ -418,17 +418,6 @@ def test_the_plain_forms_and_the_executor_give_the_same_bits(plain_step, make_sc
     assert loss == (sum(losses) if rank == p - 1 else None)
     for one, other in zip(plain.parameters(), stage.parameters()):
         assert torch.equal(one.grad, other.grad) and one.grad.any()
-
-
-@on_ranks(3)
-def test_plain_1f1b_sends_zeros_back_from_a_stage_whose_output_does_not_depend_on_its_input():
-    """Without them the stage before would wait for a gradient forever."""
-    rank, p = rank_and_size()
-    stage = nn.Linear(4, 4)
-    forward = (lambda x: stage(torch.ones_like(x))) if rank == p - 1 else stage
-    inputs = torch.ones(8, 4).chunk(4)
-    one_f_one_b_step(forward, inputs, inputs, _loss)
-    assert bool(stage.weight.grad.any()) == (rank == p - 1)
 
 
 def _plain_problem(name, p, m, dtype):
