@@ -640,42 +640,41 @@ def dualpipe_v(num_stages, num_microbatches):
     return _schedule(p, m, lambda rank: _dualpipe_letters(rank, 2 * p, m), [_down_and_up(p)])
 
 
+# A rank of DualPipe has eight steps. Capitals stand for microbatches from the end that is nearer to
+# the rank, whichever chunk they use, and small letters for those from the far end. From the nearer
+# end to this rank there are `outer` ranks, itself included, and from there to the middle `inner`
+# more, so p is twice outer + inner. Here are the steps of rank 1 of p = 8 for per_end = 8
+# microbatches from each end, where outer = inner = main = 2, and the number of forwards and
+# backwards in each step. An I counts as a backward:
+#
+#         letters     F        f      B      b
+#     1   FFFF        2 inner                        until the first f arrives
+#     2   FfFf        outer    outer                 until the gradient of the first f arrives
+#     3   iwfiwf               inner         inner   until the gradient of the first F arrives
+#     4   FbfBFbfB    main     main   main   main    until no F is left: the main step
+#     5   bfBbfB               inner  inner  inner   until no f is left
+#     6   bBiI                        outer  outer   until no b is left
+#     7   wIWI                        inner          until no I is left
+#     8   WW                                         the Ws that are left
+#
+# The numbers follow from when things arrive. Let F, I and W take one slot each, and B two:
+#
+#     1     The first F arrives after outer - 1 forwards, and the first f after p - outer. This
+#           leaves room for 2 inner + 1 Fs, the last of which belongs to step 2.
+#     2     From here, the first f goes through outer - 1 ranks, and its gradient comes back through
+#           them. This leaves room for outer - 1 more Fs and fs.
+#     3     Gradients of Fs come from the middle, where their Bs take two slots on each rank. So
+#           with each rank further out, the first one arrives two slots later, and that of the first
+#           f one slot earlier. These three slots are for i, w and f. The i comes before the w, as
+#           another rank waits for it.
+#     4-7   Each column adds up to per_end, so main = per_end - 2 inner - outer.
+#     6     The second half is divided, as in DeepSeek's code. Its gradients move on sooner, and its
+#           Ws fill step 7, in which a rank waits for each gradient. The schedule would take longer
+#           if all of step 6 were divided, or nothing.
+
+
 def _dualpipe_letters(rank, p, per_end):
-    """Spell the eight steps of DeepSeek's schedule. per_end: microbatches from each end.
-
-    Capitals stand for microbatches from the end that is nearer to the rank, whichever chunk they
-    use, and small letters for those from the far end. From the nearer end to this rank there are
-    `outer` ranks, itself included, and from there to the middle `inner` more, so p is twice
-    outer + inner. Here are the steps of rank 1 of p = 8 for per_end = 8, where outer = inner =
-    main = 2, and the number of forwards and backwards in each step. An I counts as a backward:
-
-            letters     F        f      B      b
-        1   FFFF        2 inner                        until the first f arrives
-        2   FfFf        outer    outer                 until the gradient of the first f arrives
-        3   iwfiwf               inner         inner   until the gradient of the first F arrives
-        4   FbfBFbfB    main     main   main   main    until no F is left: the main step
-        5   bfBbfB               inner  inner  inner   until no f is left
-        6   bBiI                        outer  outer   until no b is left
-        7   wIWI                        inner          until no I is left
-        8   WW                                         the Ws that are left
-
-    The counts of steps 1 to 3 follow from when things arrive. In slots, of which F, I and W take
-    one each and B two:
-
-        1   The first F arrives after outer - 1 forwards, and the first f after p - outer. Between
-            them is room for 2 inner + 1 Fs, the last of which belongs to step 2.
-        2   From here, the first f goes through outer - 1 ranks, and its gradient comes back through
-            them. This leaves room for outer - 1 more Fs and fs.
-        3   Gradients of Fs come from the middle, where their Bs take two slots on each rank. So
-            with each rank further out, the first one arrives two slots later, while that of the
-            first f arrived one slot earlier. These three slots are for i, w and f. The i comes
-            before the w, as another rank waits for it.
-
-    From step 4 on, forwards and backwards alternate until a column has added up to per_end, so
-    main = per_end - 2 inner - outer. The second half of step 6 is divided, as in DeepSeek's code:
-    its gradients move on sooner, and its Ws fill step 7, in which a rank waits for each gradient.
-    The step would take longer if all of step 6 were divided, or nothing.
-    """
+    """Spell the eight steps of a rank of DualPipe. per_end: microbatches from each end."""
     outer = min(rank, p - 1 - rank) + 1
     inner = p // 2 - outer
     main = per_end - 2 * inner - outer
@@ -1027,11 +1026,10 @@ def _add_products(products):
 #
 # With data parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or in
 # FullyShardedDataParallel (zero.py). The wrapper reduces gradients over replicas in every backward
-# outside no_sync(). A step has a backward for each microbatch, so Pipeline runs all of a stage's Bs
-# and Ws inside no_sync() but the last one, or none of them if sync_each is true. If the caller runs
-# step() in no_sync(), all of them stay inside. A W that reduces first calls start_grad_sync(), so
-# that the wrapper need not wait for the W to reduce other gradients. If the schedule has Ws, the
-# caller must call finish_grad_sync() after a step() that reduces: it waits for the reductions.
+# outside no_sync(). A step has a backward for each microbatch, so Pipeline runs all but the last of
+# a stage's Bs and Ws inside no_sync(), or none of them if sync_each is true. If the caller runs
+# step() in no_sync(), all of them stay inside. A W that reduces first calls start_grad_sync(), and
+# the caller of a step() with Ws that reduces must call finish_grad_sync() after it.
 
 
 class Pipeline:

@@ -153,7 +153,7 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     pictures = [row.removeprefix(f"rank {r}  ") for r, row in enumerate(draw(example).splitlines())]
     rows = re.findall(r"#     rank \d   (.*\d)        ([.FB\d]+)\n", inspect.getsource(pipeline))
     assert rows == [(" ".join(map(small, row)), drawn) for row, drawn in zip(example, pictures)]
-    steps = re.findall(r"\n        \d   ([FBIWfbiw]+)  ", inspect.getsource(pipeline))
+    steps = re.findall(r"\n#     \d   ([FBIWfbiw]+)  ", inspect.getsource(pipeline))
     letters = [a.kind.lower() if a.chunk else a.kind for a in dualpipe(8, 16)[1]]
     assert len(steps) == 8 and "".join(steps) == "".join(letters)
     pictures = re.findall(r"rank \d   ([FB|<>() ]+)\n", one_f_one_b_step.__doc__)
@@ -471,11 +471,12 @@ def test_any_schedule_step_by_step_gives_the_losses_and_gradients_of_one_process
 @several_schedules
 @on_ranks(lambda p, **_: p)
 def test_any_schedule_step_by_step_gives_the_bits_of_the_executor(name, p):
+    """Of a Pair, the forward is done before the backward, and both results are sent after it."""
     for m in [m for size, m in _sizes_of(name) if size == p][1:2]:
         plain, _, inputs, targets, schedule = _plain_problem(name, p, m, torch.float32)
         stages = copy.deepcopy(plain)
         batch = inputs.chunk(m), targets.chunk(m)
-        losses = schedule_step(plain, schedule, *batch, _loss, batch[0][0])
+        losses = schedule_step(plain, pair_up(schedule), *batch, _loss, batch[0][0])
         loss = Pipeline(stages, schedule, _loss, shape=batch[0][0].shape).step(inputs, targets)
         assert loss == (sum(losses) if losses else None)
         pairs = zip(nn.ModuleList(plain).parameters(), nn.ModuleList(stages).parameters())
