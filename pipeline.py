@@ -293,7 +293,7 @@ class Transfer(NamedTuple):
 class Schedule(list):
     """A row for each rank, and the route that microbatches take through the ranks.
 
-    The items of a row are what the rank does, in order: Actions or, in what pair_up() returns, also
+    The items of a row are what the rank does, in order: Actions and, in what pair_up() returns,
     Pairs. If F0 is Action("F", 0), the example above is [[F0, F1, B0, F2, B1, B2],
     [F0, B0, F1, B1, F2, B2]].
 
