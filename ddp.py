@@ -113,8 +113,8 @@ def backward_in_buckets(loss, buckets):
 #     Bucket                           below
 #     packs gradients when complete    each gradient has a slot in a tensor that      GradBucket
 #                                      lasts, and .grad may be this slot
-#     divides the sum by P             divides the gradients by P before the sum,     GradBucket
-#                                      which an fp16 sum of many could overflow
+#     divides the sum by P             divides gradients by P before the sum, so      GradBucket
+#                                      that it does not overflow in fp16
 #     starts an all-reduce             starts any kind of sum                         GradientSum
 #     starts it when complete          starts it after those of earlier buckets       Reducer
 #     waits for every gradient         a gradient that does not come counts as 0      Reducer
@@ -253,9 +253,9 @@ class GradBucket:
         """Sum the gradients over the group: a generator, as a sum has two halves.
 
             sums = bucket.sum_gradients()
-            next(sums, False)      the first half begins the sum, and yields True: it is under way
-            ...                    backward goes on, and other buckets begin
-            next(sums, False)      the second half waits for it. It yields nothing, which is False
+            next(sums, False)    begins the sum and returns True: it is under way
+            ...                  backward goes on, and other buckets begin
+            next(sums, False)    waits for the sum and returns False: it has ended
         """
         for parameter, slot in self.slots.items():
             self.take(parameter, slot)
@@ -306,7 +306,11 @@ class Reducer:
         return not self.queue and not self.under_way
 
     def start(self, awaited=()):
-        """Start a round. Only gradients of the `awaited` parameters are still to be computed."""
+        """Start a round. Only gradients of the `awaited` parameters are still to be computed.
+
+        They are those of all parameters when backward begins, of some if other passes have computed
+        the rest, or of none.
+        """
         self.queue = deque(self.order)
         awaited = set(awaited)
         for bucket in self.order:
@@ -339,7 +343,7 @@ class Reducer:
         self._begin_complete()
 
     def advance(self):
-        """Resume each sum under way. It waits for its message, and ends or begins another one."""
+        """Resume each sum under way: it waits for its message and, unless it yields again, ends."""
         for _ in range(len(self.under_way)):
             bucket, sums = self.under_way.popleft()
             if next(sums, False):
@@ -347,11 +351,12 @@ class Reducer:
 
     # -- for zero.py
     #
-    # Buckets last, so the sums of all of them may be under way at once. The gradients of a unit
-    # are a tensor that its sum frees when it ends, so zero.py sets frees_early: before another sum
-    # begins, those under way are waited for. Wrappers may pass one deque `under_way` to share, so
-    # that each of them also waits for the sums of the others. A unit's sum may consist of two
-    # messages, the second one for replicas of its shard, and then yields True twice.
+    # It passes units in place of buckets: a layer's parameters, say. Buckets last, so the sums of
+    # all of them may be under way at once. A unit's gradients are freed when its sum ends. So
+    # zero.py sets frees_early, with which the sums under way are waited for before another begins.
+    # Several wrappers may share one deque `under_way`, so that each also waits for the sums of the
+    # others. A unit may send a second message, to replicas of its shard. Then its sum yields twice,
+    # and may still be under way when the next round reaches the unit.
 
     def _wait_for_earlier(self, bucket):
         """Wait for sums under way, if frees_early. An earlier sum of the same unit must end."""
@@ -385,7 +390,8 @@ class Reducer:
 #
 #     no batch            finish_grad_sync() begins a round and ends it
 #
-# So the round ends with the outermost backward.
+# So the round ends with the outermost backward. With wait_in_backward=False, and in a round of
+# start_grad_sync(), nothing asks, and finish_grad_sync() ends it.
 
 
 def at_end_of_backward(function):
@@ -647,8 +653,8 @@ def versions(tensors):
 # - A buffer registered after wrapping is not broadcast: every rank keeps its own.
 # - Before a broadcast, ranks ask one another whether a buffer's shape or dtype has changed, in an
 #   all-gather of one byte. The host waits for it and, if the group has only NCCL, for the GPU.
-# - Arguments after output_device are passed by name. There are no dim, check_reduction, init_sync,
-#   mixed_precision, device_mesh, delay_all_reduce_named_params and param_to_hook_all_reduce.
+# - Arguments after output_device are passed by name. Those of PyTorch's that the class above does
+#   not list are not taken, such as init_sync, mixed_precision and device_mesh.
 #
 # As in PyTorch, each wrapper orders its own buckets only. If one backward() passes through two
 # wrappers, say of an encoder and a decoder, and autograd may reach them in unlike orders on
@@ -688,7 +694,8 @@ def versions(tensors):
 class ReplicatedBuffers:
     """The buffers that a module has when it is wrapped; the first rank's are copied to all ranks.
 
-    may_differ: whether the next forward pass must copy them
+    may_differ: whether the next forward pass must copy them. The wrapper sets it: after a forward
+        pass that trains, buffers such as running means differ between ranks.
     """
 
     def __init__(self, module, group, cap_bytes):
@@ -753,8 +760,8 @@ def ddp_bytes(module, world_size):
 # DistributedDataParallel and the wrapper of zero.py share the checks and the tools. The norm is for
 # zero.py and hybrid.py. Three terms of theirs occur below. A rank's *shard* is its part of a
 # parameter that is split over a group. The *grid* holds all ranks, for example four as two rows of
-# two. Along each *axis* of it a rank has a group: here the rank's row, and its column.
-# DistributedDataParallel has one axis, process_group.
+# two. Along each *axis* of it a rank has a group: here its row, and its column. In this file there
+# is one axis, process_group.
 
 # ---- checks of replicas --------------------------------------------------------------------------
 
@@ -886,7 +893,7 @@ def get_total_norm(tensors, groups=()):
     return total.sqrt_()
 
 
-ROW = 128  # elements whose squares a CPU adds up in fp32; the errors of 256 rows or more cancel
+ROW = 128  # see _norms_of_parts()
 
 
 def _norms_of_parts(tensors, dtype):
@@ -894,7 +901,8 @@ def _norms_of_parts(tensors, dtype):
 
     A CPU adds up the squares of a tensor nearly one by one. In fp32 the norm of 40 million elements
     would be 0.3% too small, and in float64 it would take many times as long. So on a CPU the norms
-    of rows are computed in `dtype`, and those of short tensors in float64.
+    of rows of ROW elements are computed in `dtype`. The errors of 256 rows or more nearly cancel.
+    Shorter tensors are computed in float64.
     """
     norms = []
     others = []
