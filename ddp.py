@@ -558,7 +558,8 @@ class DistributedDataParallel(nn.Module):
         self.reducer.mark_ready(bucket, parameter)
 
     def _end_backward(self):
-        if not self.reducer.is_idle:  # several nodes that follow a checkpoint may ask for this call
+        # it is idle if two nodes have asked, or if a backward that failed has left a node that asks
+        if not self.reducer.is_idle:
             self.finish_grad_sync()
 
     @torch.no_grad()

@@ -325,6 +325,32 @@ def test_backward_ends_the_round_if_all_gradients_come_from_a_reentrant_checkpoi
 
 
 @on_ranks(2)
+def test_a_backward_that_failed_in_a_checkpoint_does_not_end_a_later_one_under_no_sync():
+    """It fails before the gradient of the leaf, whose node the second backward reaches, too."""
+    net = nn.Sequential(nn.Linear(1, 1, bias=False))
+    net.forward = lambda x: ONCE(net[0], x)
+    model = DistributedDataParallel(net)
+    x = torch.full((1, 1), dist.get_rank() + 1.0, requires_grad=True)
+
+    def fail(gradient):
+        raise ValueError("the gradient of x")
+
+    handle = x.register_hook(fail)
+    failed = model(x).sum()  # keeps the node
+    with pytest.raises(ValueError, match="the gradient of x"):
+        failed.backward()
+    handle.remove()
+    model.finish_grad_sync()
+    model.zero_grad()
+    loss = model(x).sum()
+    with model.no_sync():
+        loss.backward()
+    assert net[0].weight.grad.item() == dist.get_rank() + 1
+    model.finish_grad_sync()
+    assert net[0].weight.grad.item() == 1.5
+
+
+@on_ranks(2)
 def test_a_round_that_begins_in_an_inner_backward_ends_once_with_the_outer_one():
     """The first gradients come in an inner backward, and the last one in the outer one."""
     rank, events = dist.get_rank(), []
