@@ -580,10 +580,11 @@ class DistributedDataParallel(nn.Module):
         gradients have been cleared           run one, and broadcast buffers: it has had no batch
         otherwise                             do nothing: backward has ended the round
 
-        In the last two cases this rank has run nothing since a round ended. But without a batch its
-        zero_grad() has been called for a new step, so all gradients are None or zero. Zeros that
-        the round itself has left, as when no rank had a target that counts, are the last case. So
-        a rank that has run backward() may call this function only before its next zero_grad().
+        A rank without a batch and one whose backward has ended the round have both run nothing
+        since. But the first one has called zero_grad() for the new step. So its gradients are None
+        or zero, and no round has left them so, as one does if no rank has a target that counts.
+        Once its backward has ended the round, a rank may thus call this function again before its
+        next zero_grad(), but not after it.
 
         The wrapper of zero.py raises an error if gradients have been cleared: its ranks need each
         other's shards, so each has to run every pass.
