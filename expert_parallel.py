@@ -362,7 +362,8 @@ def within_capacity(experts, num_experts, capacity_factor):
     factor = min(capacity_factor, num_experts)  # which has room for all choices, as infinity has
     capacity = math.ceil(Fraction(str(factor)) * len(choices) / num_experts)
     # The choices 1 1 0 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
-    # Sorting moves them to positions 1 2 0 3, so their places in experts' queues are 0 1 0 2.
+    # Sorting moves them to positions 1 2 0 3, so their places in experts' queues are 0 1 0 2. The
+    # argsort() of an order gives each element's position in it.
     loads = count_choices(choices, num_experts)
     begins = loads.cumsum(0) - loads
     positions = choices.argsort(stable=True).argsort()
@@ -722,7 +723,10 @@ class Part:
         self.post(rows, self.rows_to, self.rows_from, self.plan.hand_over)
 
     def end_combine(self, weights=None):
-        """Return sums per token, (N, D), of the results, weighted if weights, (N, k), are given."""
+        """Return sums per token, (N, D), of the results, weighted if weights, (N, k), are given.
+
+        They are not in the first of two hops, whose rows were weighted in the second.
+        """
         (rows,) = self.arrived()
         if weights is not None:
             weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
@@ -845,11 +849,11 @@ class Journey:
         self.operation = None
         self.gradient = None  # what arrives in backward
 
-    def begin(self, rows, received, sent):
-        """Begin to send rows; return the tensor that holds what is received once end() returns."""
-        output = rows.new_empty(sum(received), *rows.shape[1:])
+    def begin(self, rows, coming, going):
+        """Begin to send rows; return the tensor that holds what comes once end() returns."""
+        output = rows.new_empty(sum(coming), *rows.shape[1:])
         options = {"group": self.group, "async_op": self.overlaps}
-        self.operation = all_to_all_single(output, rows.contiguous(), received, sent, **options)
+        self.operation = all_to_all_single(output, rows.contiguous(), coming, going, **options)
         return output
 
     def end(self):

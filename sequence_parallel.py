@@ -133,8 +133,8 @@ def simple_allgather_attention(q, k, v, group=None):
     k = all_gather_to_group(k, 2, group)  # (B, H, T, K); backward: reduce-scatter
     v = all_gather_to_group(v, 2, group)
     scores = q @ k.mT * q.shape[-1] ** -0.5  # (B, H, T/P, T)
-    start = rank * q.shape[2]  # the position of this rank's first query
-    later = torch.ones_like(scores, dtype=torch.bool).triu(start + 1)  # keys after the query
+    start = rank * q.shape[2]  # query i is at position start + i, and key j at position j
+    later = torch.ones_like(scores, dtype=torch.bool).triu(start + 1)  # where j > start + i
     return scores.masked_fill(later, -math.inf).softmax(-1) @ v
 
 
@@ -159,7 +159,8 @@ def simple_ring_attention(q, k, v, group=None):
     for step in range(world_size):
         source = (rank - step) % world_size  # the rank whose keys and values kv holds
         scores = q @ kv[0].mT * q.shape[-1] ** -0.5  # (B, H, T/P, T/P)
-        weights = scores.exp().tril((rank - source) * q.shape[2])  # 0 for keys after the query
+        # Query i is at position rank T/P + i, and key j at source T/P + j. Later keys get 0.
+        weights = scores.exp().tril((rank - source) * q.shape[2])
         output = output + weights @ kv[1]
         total = total + weights.sum(-1, keepdim=True)
         if step < world_size - 1:
@@ -611,8 +612,9 @@ def context_parallel_bytes(
 # If a layer's input takes c bytes, and all that a layer keeps takes a bytes, L layers need at most
 # c L/n + a n: inputs, and what n layers keep. This is least with n = sqrt(c L/a), which is the
 # well-known sqrt(L) if a = c. A transformer's layer keeps a = 17 c, by activation_bytes() without
-# tp and with fused attention, so n = 1 is best up to 34 layers. A pipeline stage keeps the inputs
-# of m microbatches in flight, but recomputes one at a time: m c L/n + a n, with n = sqrt(m c L/a).
+# tp, with dropout and with fused attention, so n = 1 is best up to 34 layers. A pipeline stage
+# keeps the inputs of m microbatches in flight, but recomputes one at a time: m c L/n + a n, with
+# n = sqrt(m c L/a).
 
 
 def recompute(function, *inputs):

@@ -198,7 +198,8 @@ def split_cross_entropy(logits, target, group=None):
 #
 # The functions above are tensor parallelism. This is the same GPT, made of the modules below, with
 # sequence parallelism. Every rank has all sequences, but outside of f and g only the r-th of P
-# chunks of their tokens. Here they lie along dim 0, (T, B, D), so that a chunk is contiguous.
+# chunks of their tokens. Here they lie along dim 0, (T, B, D), so that a chunk is contiguous. Seed
+# all ranks alike first: each draws every whole matrix, and keeps its part.
 #
 #     split = {"group": group, "sequence_parallel": True}
 #     embedding = VocabParallelEmbedding(vocabulary, D, **split)  # its weight serves the head, too
@@ -215,8 +216,9 @@ def split_cross_entropy(logits, target, group=None):
 #     norm = mark_sum_over_tp(nn.LayerNorm(D))
 #     model = nn.ModuleList([embedding, positions, layers, norm])
 #
-# Copies marked by mark_sum_over_tp() see this rank's chunk only, so their gradients are parts, and
-# are summed. In a step, tokens and targets are (T, B), the same on every rank:
+# What mark_sum_over_tp() marks is not split, but is applied to this rank's chunk only. So gradients
+# of its copies are parts, and must be summed. In a step, tokens and targets are (T, B), the same on
+# every rank:
 #
 #     x = embedding(tokens)  # (T/P, B, D), this rank's chunk
 #     own_positions = torch.arange(T).chunk(P)[rank]
@@ -232,9 +234,9 @@ def split_cross_entropy(logits, target, group=None):
 #     check_gradients_over_tp(model, group)  # in the first step: has a mark been forgotten?
 #     optimizer.step()
 #
-# Without sequence_parallel x is (T, B, D) everywhere, and nothing is marked. Sections follow on
-# linear layers, modules, the loss, and marked copies. Behind a banner of its own stands what large
-# chunks and pipelines add to the linear layers.
+# Without sequence_parallel x is (T, B, D) on every rank, and nothing is marked. Sections follow on
+# the linear layers, the modules, the loss, and the marked copies. Behind a banner of its own stands
+# what large chunks and pipelines add to the linear layers.
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
@@ -635,8 +637,8 @@ def vocab_parallel_cross_entropy(
     logits: (N, vocab_size/P), this rank's columns, as VocabParallelEmbedding divides them.
     target: (N,) token ids in the order of the logits, the same on every rank. For logits flattened
         from (T, B, vocab_size/P), that is (T, B), too.
-    inplace: whether backward's gradient is written over the logits, which no other loss can then
-        use. If not, it takes as much memory as they do.
+    inplace: whether forward writes the gradient over the logits, which no other loss and no metric
+        can then use. If not, it takes as much memory as they do.
     Types: logits V -> losses I, so all ranks must use all losses identically.
 
     Return (N,) losses in fp32 at least: 0 where target is ignore_index, and NaN, as is the

@@ -977,6 +977,28 @@ def test_a_sharded_state_may_be_entered_twice_and_leaves_equal_generators():
     assert torch.equal(first, second)
 
 
+@on_ranks(1)
+def test_a_sharded_state_draws_on_the_gpu_that_it_is_given():
+    """Another one may be current."""
+    current, touched = ["cuda:0"], []
+
+    @contextmanager
+    def device(chosen):
+        current.append(str(chosen))
+        yield
+        current.pop()
+
+    stand_ins = {
+        "device": device,
+        "get_rng_state": lambda device="cuda": touched.append(("get", str(device))),
+        "set_rng_state": lambda state, device="cuda": touched.append(("set", str(device))),
+        "manual_seed": lambda seed: touched.append(("seed", current[-1])),
+    }
+    with patch.multiple(torch.cuda, **stand_ins), ShardedRandomState("cuda:1"):
+        pass
+    assert touched == [("get", "cuda:1"), ("seed", "cuda:1"), ("set", "cuda:1")]
+
+
 # ---- AlexNet -------------------------------------------------------------------------------------
 
 
