@@ -390,8 +390,14 @@ def test_the_straight_path_of_stage_3_trains_as_one_process_and_holds_two_units_
         assert traffic.bytes() == zero_bytes(3, 4 * 96 * 96 * 4, P)
         optimizer.step()
     assert max(held) == 2
-    for unit, weight in zip(sequence.units, alone.parameters(), strict=True):
+    for unit in sequence.units:
         assert unit.flat.untyped_storage().nbytes() == 0
+        unit.gather()
+        unit.use()
+    for saved, weight in zip(net.parameters(), alone.parameters(), strict=True):
+        assert_close(saved, weight, 1e-5)
+    for unit, weight in zip(sequence.units, alone.parameters(), strict=True):
+        unit.free()
         assert_close(unit.shard.detach(), weight.detach().flatten().chunk(P)[rank], 1e-5)
 
 
@@ -925,6 +931,23 @@ def test_stages_send_2_2_2_and_3_times_the_parameters(stage):
         if stage in STAGES:
             assert traffic.bytes() == zero_bytes(stage, nbytes, dist.get_world_size(), m)
             assert traffic.bytes("all_gather_single") == zero_rounds(stage, m)[1] * one
+
+
+@pytest.mark.parametrize("all_in_optimizer", [False, True])
+@on_ranks(2)
+def test_stage_2_gathers_frozen_weights_once_and_trained_ones_after_each_step(all_in_optimizer):
+    net = stack()
+    for block in net.blocks[1:]:
+        block.requires_grad_(False)
+    model = FullyShardedDataParallel(net, units=net.blocks, stage=2)
+    parameters = [p for p in model.parameters() if all_in_optimizer or p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters)
+    half = 96 * 96 * 4 // 2  # of one block, which is what a rank of two sends to gather or sum it
+    for gathered in (4, 1, 1):
+        with count_bytes() as traffic:
+            train(model, optimizer, torch.ones(1, 2, 96))
+        assert traffic.bytes("all_gather_single") == gathered * half
+        assert traffic.bytes("reduce_scatter_single") == half
 
 
 @on_ranks(2)
