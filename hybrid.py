@@ -50,7 +50,6 @@ plain_step() is a step over pp, dp and tp in its plain form, and Trainer.step() 
 """
 
 import argparse
-import ctypes
 import fcntl
 import gc
 import hashlib
@@ -69,7 +68,7 @@ from collections import ChainMap, Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -1557,7 +1556,6 @@ def train(args, device):
     Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving. A
     save that is under way ends first.
     """
-    on_all_ranks(check_memory, args, device)
     data, data_digest = read_data(args)
     prompt = on_all_ranks(prompt_of, args, data, prefix="--prompt: ")
     trainer = Trainer(args, make_mesh(args, device=device), device)
@@ -1598,6 +1596,61 @@ def train(args, device):
                 validate(trainer, data, prompt, log)
 
 
+# ---- errors --------------------------------------------------------------------------------------
+
+
+class TrainingError(Exception):
+    """An error that ends the run, on all ranks once they are connected. status: the exit status."""
+
+    def __init__(self, message, status=1):
+        super().__init__(message)
+        self.status = status
+
+
+def need(condition, sentence):
+    """Raise ValueError with this sentence unless the condition holds."""
+    if not condition:
+        raise ValueError(sentence)
+
+
+def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
+    """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective.
+
+    To fail is to raise OSError, ValueError, or what torch.distributed.checkpoint raises.
+    """
+    fault = None
+    try:
+        result = call(*arguments)
+    except (OSError, ValueError) as error:
+        fault = first_line(error)
+    except dcp.api.CheckpointException as error:  # all ranks raise it, with {rank: (cause, where)}
+        if dist.get_rank() in error.failures:
+            cause, _ = error.failures[dist.get_rank()]
+            fault = first_line(cause)
+    for rank, line in enumerate(gather_objects(fault, group)):
+        if line is not None:
+            who = f"rank {rank}: " if rank else ""
+            raise TrainingError(f"{prefix}{who}{line}", status)
+    return result
+
+
+def require_same(own, prefix=""):
+    """Raise TrainingError with status 2 unless {name: value} is the same on all ranks. Collective.
+    """
+    first, *others = gather_objects(own)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                unlike = f"rank {rank} has {as_typed(name, other[name])}"
+                raise TrainingError(f"{prefix}{unlike}, rank 0 has {as_typed(name, value)}", 2)
+
+
+def first_line(error):
+    """Return the first line of an error's text, or its class and arguments if it has none."""
+    text = str(error).strip() or repr(error)
+    return text.split("\n")[0]
+
+
 # ---- learning rate and validation ----------------------------------------------------------------
 
 
@@ -1629,8 +1682,14 @@ def evaluate(trainer, data, batches=8):
 
 
 def validate(trainer, data, prompt, log):
-    """Report the loss of a validation, and a sample that begins with the prompt. Collective."""
-    log.validation(evaluate(trainer, data))
+    """Report the loss of a validation, and a sample that begins with the prompt. Collective.
+
+    Raises TrainingError if the loss is not finite, as Trainer.step() does.
+    """
+    loss = evaluate(trainer, data)
+    if not math.isfinite(loss):
+        raise TrainingError(f"the validation loss after step {trainer.steps_done} is {loss}")
+    log.validation(loss)
     count = sample_size(trainer.args, data)
     if count:
         show = text_of if data.is_text else list
@@ -1666,8 +1725,10 @@ def read_data(args):
     """Return the run's Data and a digest of its tokens. Collective.
 
     Raises TrainingError with status 2 if the data cannot be read, differ between ranks, or have a
-    token outside the vocabulary. If nodes had different standard libraries, a pipeline's last stage
-    would read targets that do not belong to the first stage's inputs.
+    token outside the vocabulary. With different data, such as the standard libraries of two Python
+    versions, a pipeline's last stage would have targets that do not belong to the first stage's
+    inputs. So each rank reads all tokens once, which takes minutes per TB, and a rank whose disk is
+    slower may be late by --timeout at most.
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
@@ -1722,8 +1783,8 @@ DOCUMENT_END = b"\xff"  # never occurs in UTF-8
 def read_tokens(path, dtype):
     """Return the tokens of a .bin file, or raise ValueError if it holds anything but tokens."""
     name = path.name
-    head = np.memmap(path, np.uint8, "r")[:1000].tobytes()
     need(not path.with_suffix(".idx").exists(), f"{name} is Megatron's: its .idx has the type")
+    head = np.memmap(path, np.uint8, "r")[:1000].tobytes()
     is_llmc = int.from_bytes(head[:4], "little") in (20240520, 20240801)
     need(not is_llmc, f"{name} begins with llm.c's header of 1024 bytes, which are no tokens")
     text = head.decode(errors="replace")[:-1]  # the last character may have been cut
@@ -1757,23 +1818,6 @@ def read_text(path):
                 fault = f'{path.name}: line {number} is no JSON object with a "text"'
                 raise ValueError(fault) from None
     return np.frombuffer(DOCUMENT_END.join(texts), np.uint8)
-
-
-def check_memory(args, device):
-    """Raise ValueError if batches or, on CPUs, weights take more memory than the machine has.
-
-    Linux would swap for minutes, and then kill a process. A GPU says by itself that it is full.
-    """
-    nbytes = 24 * args.batch_size // args.dp * (args.seq_len + 1)  # tokens, three times as int64
-    if device.type == "cpu":
-        whole = replace(args, top_k=args.experts)  # its tokens use all weights, at 2 FLOPs each
-        flops = sum(forward_flops(whole, args.has_experts(i))[0] for i in range(args.layers))
-        weights = flops // 2 + args.hidden * args.vocab_size
-        nbytes += 4 * weights // (args.pp * max(args.tp, args.ep))  # if tp or ep divides them all
-    names = "batch_size seq_len layers hidden ffn vocab_size experts shared_experts".split()
-    size = f"{args.per_node * nbytes / 2**30:,.0f} GiB or more of memory"
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    need(args.per_node * nbytes < memory, f"{typed(args, *names)}: a machine needs {size}")
 
 
 # ---- samples -------------------------------------------------------------------------------------
@@ -1973,17 +2017,22 @@ def boxes_in_whole(index, box, part):
 # ---- checkpoints ---------------------------------------------------------------------------------
 #
 # A checkpoint holds whole tensors, of which each rank writes the boxes that it has. So any layout
-# can load it: torch.distributed.checkpoint cuts what was saved into the boxes that a rank asks for.
-
-# the flags of the model that a resumed run may change
-MAY_CHANGE = {"dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"}
+# can load it: torch.distributed.checkpoint (dcp) cuts what was saved into the boxes that a rank
+# asks for. A checkpoint is a folder, which has the suffix .partial until it is complete:
+#
+#     DIR/step_00000500/__0_0.distcp ...    the boxes that rank 0, ... has written
+#                       .metadata           dcp's index of them
+#                       run.json            the flags, the step, the optimizer and a digest of data
+#                       SHA256SUMS          digests of these files, as sha256sum writes them
 
 
 class Boxes(torch.Tensor):
-    """A tensor for torch.distributed.checkpoint, of which a rank holds rectangular parts (boxes).
+    """A whole tensor for dcp, of which this rank has some boxes. It takes memory for one number.
 
-    boxes: {first index of a box: view}. The tensor itself takes memory for one number only.
-    dcp.save() asks for write items, dcp.load() for the list of chunks, and both for their views.
+    To plan, dcp.save() calls __create_write_items__(), and dcp.load() __create_chunk_list__(). Both
+    then call __get_tensor_shard__() for each box that they write or read.
+
+    boxes: {index of the first element in the whole: view of a parameter or moment}
     """
 
     @staticmethod
@@ -2023,15 +2072,11 @@ def boxes_of(placements, value=lambda tensor: tensor):
     return result
 
 
-def state_of(trainer, chunk=None):
-    """Return {kind: boxes_of()} of weights and moments. Even with bf16, weights are in fp32.
+def state_of(trainer, placements):
+    """Return {kind: boxes_of()} of weights and of their moments. Even with bf16, weights are fp32.
 
-    chunk: the number of the chunk to load. By default, it is what is saved, without copies.
+    The kind of weights is "model". That of moments is their name in the optimizer's state.
     """
-    if chunk is None:
-        placements = trainer.originals()
-    else:
-        placements = [row for row in trainer.placements if row.chunk == chunk]
     state = {"model": boxes_of(placements)}
     for row in placements:
         for kind, value in trainer.optimizer.state.get(row.tensor, {}).items():
@@ -2045,67 +2090,11 @@ def is_moment(value, weight):
     return torch.is_tensor(value) and value.shape == weight.shape
 
 
-def require_savable(trainer, options, attributes):
-    """Raise ValueError if the optimizer has state that a checkpoint would lose in silence.
-
-    options, attributes: those of its groups, and its own, before the first step. The learning rate
-    is the trainer's.
-    """
-    lost = lost_values(trainer) | hidden_state(trainer, attributes)
-    for group, before in zip(trainer.optimizer.param_groups, options):
-        names = group.keys() - {"params", "lr", "shards"}
-        lost.update(name for name in names if group[name] is not before.get(name))
-    who = f"{type(trainer.optimizer).__name__} keeps {', '.join(sorted(lost))}"
-    need(not lost, f"{who}: checkpoints have only state of the weights' shapes, and the step")
-
-
-def lost_values(trainer):
-    """Return which values of the optimizer's state are neither moments nor the trainer's step."""
-    lost = set()
-    steps = []
-    for weight, state in trainer.optimizer.state.items():
-        for name, value in state.items():
-            if name == "step":
-                steps.append(torch.as_tensor(value))
-            elif name == "model" or not (value is None or is_moment(value, weight)):
-                lost.add(name)  # a moment named "model" would overwrite the weights
-    if steps and torch.stack(steps).ne(trainer.steps_done).any():  # the host waits once
-        lost.add("step")
-    return lost
-
-
-def hidden_state(trainer, attributes):
-    """Return which attributes hold tensors of weights' shapes, optimizers, or changed numbers."""
-    optimizer = trainer.optimizer
-    shapes = {weight.shape for weight in trainer.parameters()}
-    hidden = set()
-    for name in vars(optimizer).keys() - {"state", "param_groups"}:
-        own = vars(optimizer)[name]
-        if type(own) in (int, float) and own != attributes.get(name):
-            hidden.add(name)
-        for value in tree_leaves(own):
-            is_other = isinstance(value, torch.optim.Optimizer) and value is not optimizer
-            if is_other or (torch.is_tensor(value) and value.shape in shapes):
-                hidden.add(name)
-    return hidden
-
-
-def create_moments(trainer):
-    """Create the optimizer's state as after steps_done steps, with moments that are to be loaded.
-
-    A step with gradients of zero creates it. It may change weights, which are loaded, too.
-    """
-    weights = trainer.parameters()
-    gradients = [weight.grad for weight in weights]
-    zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))  # to save memory
-    for weight in weights:
-        weight.grad = zeros[: weight.numel()].view(weight.shape)
-    trainer.optimizer.step()
-    for weight, gradient in zip(weights, gradients):
-        weight.grad = gradient
-    for state in trainer.optimizer.state.values():
-        if "step" in state:  # a number, or a tensor with one
-            state["step"] = 0 * state["step"] + trainer.steps_done
+def states_of_chunks(trainer):
+    """Return state_of() each chunk. Two chunks may have weights of the same name."""
+    numbers = range(len(trainer.chunks))
+    rows = [[row for row in trainer.placements if row.chunk == number] for number in numbers]
+    return [state_of(trainer, placements) for placements in rows]
 
 
 class Saver:
@@ -2115,17 +2104,20 @@ class Saver:
         thread                                             | write | hash | sync | rename |
 
     A step that follows save() waits only for the copy. On CPUs the copy is done when save()
-    returns. On GPUs it is queued before the next step's kernels, and neither host nor thread holds
-    them up. The copy takes the bytes of this rank's weights and moments, 12 per parameter in fp32,
-    in host memory. Only one copy exists, since save() first waits for the previous save.
+    returns. On GPUs it is queued before the next step's kernels. The copy takes the bytes of this
+    rank's weights and moments, 12 per parameter in fp32, and without ZeRO each replica makes one.
+    On GPUs it takes up to twice as much, because PyTorch rounds pinned memory up to powers of two,
+    and the first save is slow, because it allocates this memory. Only one copy exists, since save()
+    first waits for the previous save.
 
     The thread sends over a gloo group of its own, so its messages never meet those of a step. If a
     save fails, it fails on all ranks alike: must_stop() is then true, and the next save() or wait()
     raises the error.
 
-    Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. At
-    its end, a save under way is waited for, unless ranks have come apart. Until the thread has
-    ended, the folder is locked against other runs, if its file system has locks.
+    Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. A
+    validation ends first. SIGTERM during the last one has no effect, as all steps are saved. At its
+    end, a save under way is waited for, unless ranks have come apart. Until the thread has ended,
+    the folder is locked against other runs, if its file system has locks.
 
     data_digest: that of read_data(). sigterm: whether this rank has received SIGTERM.
     """
@@ -2133,12 +2125,14 @@ class Saver:
     def __init__(self, trainer, folder, data_digest=""):
         self.trainer = trainer
         self.folder = Path(folder)
-        self.lock = on_all_ranks(claim, self.folder, prefix=f"--checkpoint {folder}: ")
+        self.prefix = f"--checkpoint {folder}: "
+        self.lock = on_all_ranks(claim, self.folder, prefix=self.prefix)
+        require_shared(self.folder, self.prefix)
         self.data_digest = data_digest
-        self.options = [dict(group) for group in trainer.optimizer.param_groups]
-        self.attributes = dict(vars(trainer.optimizer))
+        self.settings = settings_of(trainer.optimizer)
         self.sigterm = False
-        self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
+        # a file system may keep ranks waiting for longer than --timeout, which is for a step
+        self.group = dist.new_group(timeout=timedelta(hours=1), backend="gloo")
         self.executor = ThreadPoolExecutor(1)  # Python waits for its thread before it exits
         # the Future of the last save. In place of a first one, ranks connect before training begins
         self.pending = self.executor.submit(barrier, self.group)
@@ -2148,16 +2142,13 @@ class Saver:
         """Begin to write a checkpoint."""
         self.wait()
         trainer = self.trainer
-        prefix = f"--checkpoint {self.folder}: "
-        before = self.options, self.attributes
-        on_all_ranks(require_savable, trainer, *before, prefix=prefix, status=1)
-        run = flags_of(trainer.args) | {"step": trainer.steps_done}
-        run |= {"optimizer": type(trainer.optimizer).__name__, "data_digest": self.data_digest}
-        state = copy_to_host(state_of(trainer))
+        on_all_ranks(require_savable, trainer, self.settings, prefix=self.prefix, status=1)
+        state = copy_to_host(state_of(trainer, trainer.originals()))
         copied = None
         if trainer.device.type == "cuda":
             copied = torch.cuda.current_stream().record_event()
         path = self.folder / f"step_{trainer.steps_done:08d}"
+        run = run_of(trainer, self.data_digest)
         self.pending = self.executor.submit(self.write, state, copied, path, run)
 
     def write(self, state, copied, path, run):
@@ -2209,88 +2200,46 @@ def copy_to_host(state):
     return copies
 
 
-class Writer(dcp.FileSystemWriter):
-    """PyTorch's writer, which raises the file system's error rather than one that follows from it.
-
-    After a disk is full, torch.save() complains that it has not written as much as it should have.
-    """
-
-    def write_data(self, plan, planner):
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            raise error.__context__ or error
+def run_of(trainer, data_digest):
+    """Return {name: value} of a run's flags and of the facts that run.json has beside them."""
+    facts = {"step": trainer.steps_done, "data_digest": data_digest}
+    return flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__} | facts
 
 
 def write_checkpoint(state, path, run, group):
     """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
 
-    The folder is complete when it gets its name: the state in PyTorch's files, run.json, and the
-    digests of these files in SHA256SUMS, with which `sha256sum -c` compares them, too.
-
-    run: {name: value} of the flags and the data of the run that saves it.
+    run: run_of() the run that saves it.
     """
     partial_path = path.with_suffix(".partial")
     options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
-    storage = Writer(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
+    storage = dcp.FileSystemWriter(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
     write = partial(dcp.save, state, storage_writer=storage, process_group=group)
     on_all_ranks(write, **options)
-    own_files = [partial_path / ".metadata", *partial_path.glob(f"__{dist.get_rank()}_*")]
-    own = on_all_ranks(digests_of, own_files, **options)
+    files = partial_path.glob(f"__{dist.get_rank()}_*")  # this rank has written
+    own = on_all_ranks(digests_of, files, **options)
     digests = dict(ChainMap(*gather_objects(own, group)))
     on_all_ranks(commit, run, partial_path, path, digests, **options)
-
-
-def digests_of(paths):
-    """Return {name: SHA-256} of files."""
-    digests = {}
-    for path in paths:
-        with path.open("rb") as file:
-            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
+    if dist.get_rank() == 0:  # no rank waits for this
+        for old in path.parent.glob("step_*.partial"):  # also of saves that were killed
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def commit(run, partial_path, path, digests):
-    """On rank 0, complete a checkpoint, rename it to `path`, and delete all but the last --keep."""
+    """On rank 0, complete a checkpoint and give it its name. All but the last --keep lose theirs.
+    """
     if dist.get_rank() != 0:
         return
-    for file in partial_path.iterdir():
-        if file.name not in digests:  # a save of more ranks that was killed has left it
-            file.unlink()
-    write_run(partial_path, run, digests)
+    write_run(partial_path, run, digests | digests_of([partial_path / ".metadata"]))
     os.sync()  # a checkpoint is on the disk before it gets its name
     partial_path.rename(path)
     for old in checkpoints_of(path.parent)[: -run["keep"]]:
         old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
-    for old in path.parent.glob("step_*.partial"):  # including those of saves that were killed
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def write_run(folder, run, digests):
-    """Write a checkpoint's run.json, and the digests of its other files and of this one."""
-    file = folder / "run.json"
-    file.write_text(json.dumps(run, indent=4))
-    digests = digests | digests_of([file])
-    (folder / "SHA256SUMS").write_text("".join(f"{digests[name]}  {name}\n" for name in digests))
 
 
 def checkpoints_of(folder):
     """Return the folder's checkpoints, oldest first."""
     return sorted(folder.glob("step_" + 8 * "[0-9]"))
-
-
-def claim(folder):
-    """Create the folder. On rank 0, also lock it for as long as the returned file is open."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "lock", "a")
-    try:
-        if dist.get_rank() == 0:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError("another run is using this folder") from None
-    except OSError as error:  # some network file systems have no locks
-        say(f"warning: --checkpoint {folder} is not safe from a second run: {error}")
-    return file
 
 
 def resume(trainer, folder, data_digest=""):
@@ -2304,33 +2253,113 @@ def resume(trainer, folder, data_digest=""):
     if name is None:
         return
     path = folder / name
+    prefix = f"--checkpoint {path}: "
     run = on_all_ranks(check_checkpoint, path, trainer.args)
     trainer.steps_done = run["step"]
     if trainer.steps_done:  # before the first step there are no moments
         create_moments(trainer)
-        kinds = set().union(*gather_objects([*state_of(trainer)]))
-        on_all_ranks(require_all_kinds, path, kinds, run, type(trainer.optimizer).__name__)
-    for chunk in range(len(trainer.chunks)):  # since embedding and head have one name
-        load = lambda: dcp.load(state_of(trainer, chunk), checkpoint_id=path)
-        on_all_ranks(load, prefix=f"--checkpoint {path}: ")
+        kinds = [*state_of(trainer, trainer.placements)]
+        all_kinds = set().union(*gather_objects(kinds))
+        on_all_ranks(require_all_kinds, path, run, trainer.optimizer, all_kinds, prefix=prefix)
+    for state in states_of_chunks(trainer):
+        on_all_ranks(partial(dcp.load, state, checkpoint_id=path), prefix=prefix)
     if dist.get_rank() == 0:
         print(f"resumes from {path}", flush=True)
-        found = differences(trainer, run, data_digest) if trainer.steps_done else []
+        found = differences(run_of(trainer, data_digest), run) if trainer.steps_done else []
         if found:
             print(f"continues with {', '.join(found)}", flush=True)
 
 
-def require_all_kinds(path, kinds, run, optimizer):
-    """Raise ValueError if the optimizer of this name has saved a kind of state that `kinds` lacks.
+def create_moments(trainer):
+    """Create the optimizer's state as after steps_done steps, with moments that are to be loaded.
 
-    It would be lost in silence. The state of another optimizer is, too, but differences() says so.
-    run: what run.json says
+    A step with gradients of zero creates it. It may change weights, which are loaded, too.
     """
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata  # {kind.name: ...}
-    lost = {name.partition(".")[0] for name in saved} - kinds
-    which = ", ".join(sorted(lost))
-    why = f"{optimizer} creates {which} after its first step, so it cannot be loaded"
-    need(not lost or run["optimizer"] != optimizer, f"{path}: {why}")
+    weights = trainer.parameters()
+    gradients = [weight.grad for weight in weights]
+    zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))  # to save memory
+    for weight in weights:
+        weight.grad = zeros[: weight.numel()].view(weight.shape)
+    trainer.optimizer.step()
+    for weight, gradient in zip(weights, gradients):
+        weight.grad = gradient
+    for state in trainer.optimizer.state.values():
+        if "step" in state:  # a number, or a tensor with one
+            state["step"] = 0 * state["step"] + trainer.steps_done
+
+
+# ---- guards of checkpoints -----------------------------------------------------------------------
+#
+# Without these, a save or a resume could lose something in silence. They refuse, in the order of a
+# run, a folder that another run uses or that nodes do not share; a file that has changed since it
+# was saved; a checkpoint of another model; and an optimizer with state that is not saved or loaded.
+
+
+def claim(folder):
+    """Create the folder. On rank 0, also lock it for as long as the returned file is open."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "lock", "a")
+    if dist.get_rank() != 0:
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError("another run is using this folder") from None
+    except OSError as error:  # some network file systems have no locks
+        say(f"warning: --checkpoint {folder} is not safe from a second run: {error}")
+    file.truncate(0)
+    print(time.time_ns(), file=file, flush=True)
+    os.fsync(file.fileno())  # now other nodes see it
+    return file
+
+
+def require_shared(folder, prefix):
+    """Raise TrainingError if a rank does not see what rank 0 has written by claim(). Collective.
+
+    Rank 0 would otherwise commit checkpoints without the files of other nodes.
+    """
+    seen = on_all_ranks((folder / "lock").read_text, prefix=prefix)
+    expected, *_ = gather_objects(seen)
+    fault = "it is not the folder that rank 0 uses: all nodes must share it"
+    on_all_ranks(need, seen == expected, fault, prefix=prefix)
+
+
+def digests_of(paths):
+    """Return {name: SHA-256} of files."""
+    digests = {}
+    for path in paths:
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def write_run(folder, run, digests):
+    """Write a checkpoint's run.json, and the digests of its other files and of this one."""
+    file = folder / "run.json"
+    file.write_text(json.dumps(run, indent=4))
+    digests = digests | digests_of([file])
+    (folder / "SHA256SUMS").write_text("".join(f"{digests[name]}  {name}\n" for name in digests))
+
+
+def read_run(path, rank=0, world_size=1):
+    """Return what a checkpoint's run.json says, {name: value}.
+
+    Raises ValueError if files are not those that were saved, or the folder has been renamed. All
+    ranks check run.json, and divide the other files among them.
+    """
+    lines = (path / "SHA256SUMS").read_text(errors="replace").splitlines()
+    saved = {line[66:]: line[:64] for line in lines}
+    own = ["run.json", *sorted(saved)[rank::world_size]]
+    for name, digest in digests_of(path / name for name in own).items():
+        need(digest == saved.get(name), f"{path / name} has changed since it was saved")
+    run = json.loads((path / "run.json").read_bytes())
+    is_named = path.name == f"step_{run['step']:08d}"
+    need(is_named, f"{path} has been renamed, as its run.json is of step {run['step']}")
+    return run
+
+
+# the flags of the model that a resumed run may change
+MAY_CHANGE = {"dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"}
 
 
 def check_checkpoint(path, args):
@@ -2344,34 +2373,74 @@ def check_checkpoint(path, args):
     return run
 
 
-def read_run(path, rank=0, world_size=1):
-    """Return what a checkpoint's run.json says, {name: value}.
-
-    Raises ValueError if the files are not those that were saved, or the folder has been renamed.
-    All ranks check run.json, and divide the other files among them.
-    """
-    lines = (path / "SHA256SUMS").read_text(errors="replace").splitlines()
-    saved = {line[66:]: line[:64] for line in lines}
-    for file in sorted(path.iterdir()):
-        is_known = file.name in saved or file.name == "SHA256SUMS"
-        need(is_known, f"{file} is not among the files that were saved")
-    own = ["run.json", *sorted(saved)[rank::world_size]]
-    for name, digest in digests_of(path / name for name in own).items():
-        need(digest == saved.get(name), f"{path / name} has changed since it was saved")
-    run = json.loads((path / "run.json").read_bytes())
-    is_named = path.name == f"step_{run['step']:08d}"
-    need(is_named, f"{path} has been renamed, as its run.json is of step {run['step']}")
-    return run
-
-
-def differences(trainer, run, data_digest):
-    """Return phrases that say how this run differs from the one whose run.json says `run`."""
-    now = flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__}
-    names = [name for name in now if name not in PATHS and now[name] != run.get(name)]
-    found = [f"{as_typed(name, now[name])} (was {run.get(name)})" for name in names]
-    if run["data_digest"] != data_digest:
-        found.append(f"other data (was {run['data'] or 'the default'})")
+def differences(own, saved):
+    """Return phrases that say how a run differs from the one that it continues, see run_of()."""
+    others = PATHS | {"step", "data_digest"}
+    names = [name for name in own if name not in others and own[name] != saved.get(name)]
+    found = [f"{as_typed(name, own[name])} (was {saved.get(name)})" for name in names]
+    if own["data_digest"] != saved["data_digest"]:
+        found.append(f"other data (was {saved['data'] or 'the default'})")
     return found
+
+
+def require_all_kinds(path, run, optimizer, kinds):
+    """Raise ValueError if the optimizer has saved a kind of state that is not among these kinds.
+
+    It would not be loaded. That of another optimizer is not, either, but differences() says so.
+    run: what run.json says.
+    """
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata  # {kind.name: ...}
+    lost = {name.partition(".")[0] for name in saved} - kinds
+    who = type(optimizer).__name__
+    sentence = f"{who} creates {', '.join(sorted(lost))} after its first step"
+    need(not lost or run["optimizer"] != who, f"{sentence}, so it cannot be loaded")
+
+
+def require_savable(trainer, settings):
+    """Raise ValueError if the optimizer has state that a checkpoint would lose.
+
+    It has only moments, and the step, which is the trainer's. settings: settings_of() the optimizer
+    before the first step.
+    """
+    optimizer = trainer.optimizer
+    changed = [setting for setting in settings_of(optimizer) if setting not in settings]
+    lost = {name for _, name, _ in changed} | hidden_state(optimizer)
+    steps = []
+    for weight, state in optimizer.state.items():
+        for name, value in state.items():
+            if name == "step":
+                steps.append(torch.as_tensor(value))
+            elif name == "model" or not (value is None or is_moment(value, weight)):
+                lost.add(name)  # a moment named "model" would overwrite the weights
+    if steps and torch.stack(steps).ne(trainer.steps_done).any():  # the host waits once
+        lost.add("step")
+    who = f"{type(optimizer).__name__} keeps {', '.join(sorted(lost))}"
+    need(not lost, f"{who}: checkpoints have only state of the weights' shapes, and the step")
+
+
+def settings_of(optimizer):
+    """Return [(group or None, name, value)] of an optimizer's groups' options and own numbers.
+
+    The learning rate is left out, as the trainer sets it in each step.
+    """
+    own = vars(optimizer).items()
+    settings = [(None, name, value) for name, value in own if type(value) in (int, float)]
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.keys() - {"params", "lr", "shards"}
+        settings += [(number, name, group[name]) for name in names]
+    return settings
+
+
+def hidden_state(optimizer):
+    """Return which attributes hold tensors of weights' shapes, or other optimizers."""
+    shapes = {weight.shape for group in optimizer.param_groups for weight in group["params"]}
+    hidden = set()
+    for name in vars(optimizer).keys() - {"state", "param_groups"}:
+        for value in tree_leaves(vars(optimizer)[name]):
+            is_other = isinstance(value, torch.optim.Optimizer) and value is not optimizer
+            if is_other or (torch.is_tensor(value) and value.shape in shapes):
+                hidden.add(name)
+    return hidden
 
 
 # ---- copies that must be equal -------------------------------------------------------------------
@@ -2395,8 +2464,9 @@ def require_equal_copies(trainer):
     Boxes of ranks that begin at the same place of the same weight, bias of a router or moment must
     have the same shape and the same bits: replicas over dp x cp, with ZeRO the copies of its
     shards, what tp does not divide, copies of experts, the tied weight, and DualPipe's second
-    replica. If bits differ, a memory or a computation has been at fault, and the training would go
-    on with both values. If shapes differ, so do the cuts, and copies have not been summed alike.
+    replica. If bits differ, the training would go on with both values. A memory or a computation
+    has been at fault, or --collectives backend has summed copies in different orders. If shapes
+    differ, so do the cuts, and copies have not been summed alike.
     """
     mesh = trainer.mesh
     own = fingerprints(trainer)
@@ -2417,8 +2487,8 @@ def require_equal_copies(trainer):
 def fingerprints(trainer):
     """Return [(place, (shape, fingerprint))] for each box of the state that this rank holds."""
     places, shapes, values = [], [], []
-    for chunk in range(len(trainer.chunks)):
-        for kind, tensors in state_of(trainer, chunk).items():
+    for state in states_of_chunks(trainer):
+        for kind, tensors in state.items():
             for name, whole in tensors.items():
                 for first_index, box in whole.boxes.items():
                     what = name if kind == "model" else f"{kind} of {name}"
@@ -2448,22 +2518,6 @@ def fingerprint(tensor):
 
 # ---- log -----------------------------------------------------------------------------------------
 
-PEAK_TFLOPS = {  # of dense products in bf16, from data sheets, by the name that CUDA has for a GPU
-    "NVIDIA A100-SXM4-80GB": 312,
-    "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H200": 989,
-    "NVIDIA H800": 989,
-    "NVIDIA B200": 2250,
-}
-
-
-def known_peak(args, device):
-    """Return a device's peak in TFLOP/s, or None if it is unknown or processes share the device."""
-    is_alone = device.type == "cuda" and args.device != "shared"
-    if is_alone and args.dtype == "bf16":
-        return PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
-    return None
-
 
 def flops_per_token(config):
     """Return the FLOPs of forward and backward per token. Recomputation does not count."""
@@ -2481,7 +2535,8 @@ class Log:
     """Reports progress on rank 0's output and in the --metrics file. Creation is collective.
 
     Memory is that of rank 0, tflops and mfu are those of a device, and all other numbers are those
-    of the whole run.
+    of the whole run. A run that is resumed appends to the file. If it has taken a step before, the
+    file has two lines of this step, of which the last counts.
     """
 
     def __init__(self, trainer):
@@ -2490,7 +2545,6 @@ class Log:
         self.speaks = dist.get_rank() == 0
         self.began = time.perf_counter()
         self.first_step = trainer.steps_done + 1
-        self.peak = args.peak_tflops or known_peak(args, trainer.device)
         path = args.metrics if self.speaks and args.metrics else os.devnull
         mode = "a" if trainer.steps_done else "w"
         self.file = on_all_ranks(open, path, mode, prefix=f"--metrics {args.metrics}: ")
@@ -2505,8 +2559,8 @@ class Log:
         tokens = args.batch_size * args.seq_len
         tflops = flops_per_token(args) * tokens / seconds / args.world_size / 1e12
         numbers = {"loss": metrics["loss"], "tokens_per_s": tokens / seconds, "tflops": tflops}
-        if self.peak:
-            numbers["mfu"] = tflops / self.peak
+        if args.peak_tflops:
+            numbers["mfu"] = tflops / args.peak_tflops
         numbers |= metrics
         numbers["memory_mb"] = peak_memory(self.trainer.device) / 2**20
         elapsed = time.perf_counter() - self.began
@@ -2614,10 +2668,12 @@ class Args(GPTConfig):
 
     # how the work is divided
     dp: int | None = flag(None, "replicas (default: as many as there are processes for)")
-    tp: int = flag(1, "ranks that split every matrix")
+    tp: int = flag(1, "ranks that split the matrices of layers and of the vocabulary")
     cp: int = flag(1, "ranks that split the sequence, in attention too")
     pp: int = flag(1, "ranks of the pipeline")
-    zero: int | None = flag(None, "stage (default: 1; 0 if one replica, in fp32)", choices=range(4))
+    zero: int | None = flag(
+        None, "stage (default: 1, or 0 if dp x cp is 1 without bf16)", choices=range(4)
+    )
     replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)")
     cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
@@ -2662,7 +2718,7 @@ class Args(GPTConfig):
     temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens")
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
     metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
-    peak_tflops: float | None = flag(None, "a device's peak, for mfu (default: some GPUs' in bf16)")
+    peak_tflops: float | None = flag(None, "a device's peak; with it, steps have an mfu")
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
@@ -2693,11 +2749,6 @@ WITHOUT_EFFECT_UNLESS = {
     "sample != 0": "prompt temperature",
 }
 NEEDS = {name: rule for rule, names in WITHOUT_EFFECT_UNLESS.items() for name in names.split()}
-# The value with which such a flag asks for nothing. It is never refused.
-NOTHING = {
-    "shared_experts": 0, "balance": "none", "moe_every": 1, "ep": 1, "expert_parts": 1,
-    "schedule": "1f1b", "chunks": 1, "replicate": 1, "recompute_layers": 1, "collectives": "ours",
-}  # fmt: skip
 # What must hold of the flags, and how an error says it after it has listed their values. A rule may
 # rely on the earlier ones. Besides flags, it may use the other fields of Args.
 RULES = {
@@ -2761,7 +2812,7 @@ USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
 EPILOG = """
 A flag that has no effect without another one is refused if the other one is missing.
 
-example: two pipeline stages, each on two ranks that split every matrix
+example: two pipeline stages, each on two ranks that split its layers' matrices
   torchrun --nproc-per-node 4 hybrid.py --pp 2 --tp 2 --steps 100
 """
 HEADINGS = {  # in --help, before these flags
@@ -2871,7 +2922,7 @@ def check(args, given):
     args: all fields of Args, set. given: {name: value} of the flags on the command line.
     """
     for name, rule in NEEDS.items():
-        if name in given and given[name] != NOTHING.get(name):
+        if name in given:
             need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
     for sentence in broken(RULES, args):
         raise ValueError(sentence)
@@ -2923,61 +2974,6 @@ def schedule_of(args):
     sentence = f"{typed(args, 'recompute_layers')} is more than a stage has, at most {most}"
     need(args.recompute_layers <= most, sentence)
     return schedule
-
-
-# ---- errors --------------------------------------------------------------------------------------
-
-
-class TrainingError(ValueError):
-    """An error that ends the run, on all ranks once they are connected. status: the exit status."""
-
-    def __init__(self, message, status=1):
-        super().__init__(message)
-        self.status = status
-
-
-def need(condition, sentence):
-    """Raise ValueError with this sentence unless the condition holds."""
-    if not condition:
-        raise ValueError(sentence)
-
-
-def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
-    """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective.
-
-    To fail is to raise OSError, ValueError, or what torch.distributed.checkpoint raises.
-    """
-    fault = None
-    try:
-        result = call(*arguments)
-    except (OSError, ValueError) as error:
-        fault = first_line(error)
-    except dcp.api.CheckpointException as error:  # all ranks raise it, with {rank: (cause, where)}
-        if dist.get_rank() in error.failures:
-            cause, _ = error.failures[dist.get_rank()]
-            fault = first_line(cause)
-    for rank, line in enumerate(gather_objects(fault, group)):
-        if line is not None:
-            who = f"rank {rank}: " if rank else ""
-            raise TrainingError(f"{prefix}{who}{line}", status)
-    return result
-
-
-def require_same(own, prefix=""):
-    """Raise TrainingError with status 2 unless {name: value} is the same on all ranks. Collective.
-    """
-    first, *others = gather_objects(own)
-    for rank, other in enumerate(others, 1):
-        for name, value in first.items():
-            if other[name] != value:
-                unlike = f"rank {rank} has {as_typed(name, other[name])}"
-                raise TrainingError(f"{prefix}{unlike}, rank 0 has {as_typed(name, value)}", 2)
-
-
-def first_line(error):
-    """Return the first line of an error's text, or its class and arguments if it has none."""
-    text = str(error).strip() or repr(error)
-    return text.split("\n")[0]
 
 
 # ---- one process ---------------------------------------------------------------------------------
@@ -3163,7 +3159,4 @@ def say(sentence):
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a sample may have any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # PR_SET_PDEATHSIG is 1: this process gets SIGTERM when its parent, torchrun, dies
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     sys.exit(main())
