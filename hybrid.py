@@ -1791,13 +1791,20 @@ def read_tokens(path, dtype):
     is_text = "\0" not in text and "\ufffd" not in text  # U+FFFD stands for what is not UTF-8
     need(not is_text, f"{name} is text, so its name should not end with .bin")
     tokens = np.memmap(path, dtype, "r")
+    how = f"np.fromfile(FILE, DTYPE).astype(np.{dtype.__name__}).tofile('train.bin')"
+    are_wider = are_halves(tokens)
+    need(not are_wider, f"{name} is of a wider type than {dtype.__name__}: {how}")
+    return tokens
+
+
+def are_halves(tokens):
+    """Return whether these look like halves of integers that are twice as wide.
+
+    Upper halves of tokens below 2**20 are below 16, and mostly 0.
+    """
     pairs = tokens[: len(tokens) // 2 * 2].reshape(-1, 2)
     low, high = pairs[len(pairs) // 2 :][: 2**20].T  # from the middle, as a header may differ
-    # the upper halves of wider integers are below 16 for tokens below 2**20, and mostly 0
-    is_wider = 64 * int(high.sum()) < int(low.sum()) and (high < 16).all()
-    how = f"np.fromfile(FILE, DTYPE).astype(np.{dtype.__name__}).tofile('train.bin')"
-    need(not is_wider, f"{name} is of a wider type than {dtype.__name__}: {how}")
-    return tokens
+    return 64 * int(high.sum()) < int(low.sum()) and (high < 16).all()
 
 
 def read_text(path):
@@ -2619,6 +2626,8 @@ def describe(trainer):
 #
 # A flag is a field of Args. Those of the model are the fields of GPTConfig, with their types and
 # defaults, and MODEL_FLAGS adds what the command line says of them. The others are declared below.
+# parse() takes the flags that are given, complete() sets the others, and check() compares all with
+# the rules. The pipeline's schedule, schedule_of(), has rules of its own.
 
 
 def flag(default, help, **details):
