@@ -2023,9 +2023,10 @@ def boxes_in_whole(index, box, part):
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 #
-# A checkpoint holds whole tensors, of which each rank writes the boxes that it has. So any layout
-# can load it: torch.distributed.checkpoint (dcp) cuts what was saved into the boxes that a rank
-# asks for. A checkpoint is a folder, which has the suffix .partial until it is complete:
+# write_checkpoint() saves state_of() the Trainer, and resume() loads it. A checkpoint holds whole
+# tensors, of which each rank writes the boxes that it has. So any layout can load it:
+# torch.distributed.checkpoint (dcp) cuts what was saved into the boxes that a rank asks for. A
+# checkpoint is a folder, which has the suffix .partial until it is complete:
 #
 #     DIR/step_00000500/__0_0.distcp ...    the boxes that rank 0, ... has written
 #                       .metadata           dcp's index of them
@@ -2098,10 +2099,103 @@ def is_moment(value, weight):
 
 
 def states_of_chunks(trainer):
-    """Return state_of() each chunk. Two chunks may have weights of the same name."""
-    numbers = range(len(trainer.chunks))
-    rows = [[row for row in trainer.placements if row.chunk == number] for number in numbers]
-    return [state_of(trainer, placements) for placements in rows]
+    """Return a list of state_of() each chunk, as two chunks may have weights of the same name."""
+    states = []
+    for number in range(len(trainer.chunks)):
+        placements = [row for row in trainer.placements if row.chunk == number]
+        states.append(state_of(trainer, placements))
+    return states
+
+
+def run_of(trainer, data_digest):
+    """Return {name: value} of a run's flags and of the facts that run.json has beside them."""
+    facts = {"step": trainer.steps_done, "data_digest": data_digest}
+    return flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__} | facts
+
+
+def write_checkpoint(state, path, run, group):
+    """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
+
+    run: run_of() the run that saves it.
+    """
+    partial_path = path.with_suffix(".partial")
+    options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
+    storage = dcp.FileSystemWriter(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
+    write = partial(dcp.save, state, storage_writer=storage, process_group=group)
+    on_all_ranks(write, **options)
+    files = partial_path.glob(f"__{dist.get_rank()}_*")  # this rank has written
+    own = on_all_ranks(digests_of, files, **options)
+    digests = dict(ChainMap(*gather_objects(own, group)))
+    on_all_ranks(commit, run, partial_path, path, digests, **options)
+    if dist.get_rank() == 0:  # no rank waits for this
+        for old in path.parent.glob("step_*.partial"):  # also of saves that were killed
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def commit(run, partial_path, path, digests):
+    """On rank 0, complete a checkpoint and rename it. All but the last --keep become partial."""
+    if dist.get_rank() != 0:
+        return
+    write_run(partial_path, run, digests | digests_of([partial_path / ".metadata"]))
+    os.sync()  # a checkpoint is on the disk before it gets its name
+    partial_path.rename(path)
+    for old in checkpoints_of(path.parent)[: -run["keep"]]:
+        old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
+
+
+def checkpoints_of(folder):
+    """Return the folder's checkpoints, oldest first."""
+    return sorted(folder.glob("step_" + 8 * "[0-9]"))
+
+
+def resume(trainer, folder, data_digest=""):
+    """Load the folder's last checkpoint, if any, whatever layout it was saved in. Collective.
+
+    To resume from an earlier one, move the later ones out of the folder. data_digest: that of
+    read_data(). Rank 0 says how the run differs from the one that it continues.
+    """
+    names = [path.name for path in checkpoints_of(folder)]
+    name, *_ = gather_objects(max(names, default=None))
+    if name is None:
+        return
+    path = folder / name
+    prefix = f"--checkpoint {path}: "
+    run = on_all_ranks(check_checkpoint, path, trainer.args)
+    trainer.steps_done = run["step"]
+    if trainer.steps_done:  # before the first step there are no moments
+        create_moments(trainer)
+        kinds = gather_objects([*state_of(trainer, trainer.placements)])
+        on_all_ranks(require_all_kinds, path, set().union(*kinds), prefix=prefix)
+    for state in states_of_chunks(trainer):
+        on_all_ranks(partial(dcp.load, state, checkpoint_id=path), prefix=prefix)
+    if dist.get_rank() == 0:
+        print(f"resumes from {path}", flush=True)
+        found = differences(run_of(trainer, data_digest), run) if trainer.steps_done else []
+        if found:
+            print(f"continues with {', '.join(found)}", flush=True)
+
+
+def create_moments(trainer):
+    """Create the optimizer's state as after steps_done steps, with moments that are to be loaded.
+
+    A step with gradients of zero creates it. It may change weights, which are loaded, too.
+    """
+    weights = trainer.parameters()
+    gradients = [weight.grad for weight in weights]
+    zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))  # to save memory
+    for weight in weights:
+        weight.grad = zeros[: weight.numel()].view(weight.shape)
+    trainer.optimizer.step()
+    for weight, gradient in zip(weights, gradients):
+        weight.grad = gradient
+    for state in trainer.optimizer.state.values():
+        if "step" in state:  # a number, or a tensor with one
+            state["step"] = 0 * state["step"] + trainer.steps_done
+
+
+# ---- saves beside training -----------------------------------------------------------------------
+#
+# Steps wait until the state has been copied to the host. A thread then writes the copy.
 
 
 class Saver:
@@ -2110,21 +2204,20 @@ class Saver:
         main thread   step 500 | save: copy to host memory | step 501 | step 502 | step 503 ...
         thread                                             | write | hash | sync | rename |
 
-    A step that follows save() waits only for the copy. On CPUs the copy is done when save()
-    returns. On GPUs it is queued before the next step's kernels. The copy takes the bytes of this
-    rank's weights and moments, 12 per parameter in fp32, and without ZeRO each replica makes one.
-    On GPUs it takes up to twice as much, because PyTorch rounds pinned memory up to powers of two,
-    and the first save is slow, because it allocates this memory. Only one copy exists, since save()
-    first waits for the previous save.
+    On CPUs the copy is done when save() returns, and on GPUs it is queued before the next step's
+    kernels. It takes the bytes of this rank's weights and moments, 12 per parameter in fp32, and
+    without ZeRO each replica makes one. On GPUs it takes up to twice as much, because PyTorch
+    rounds pinned memory up to powers of two, and the first save is slow, because it allocates this
+    memory. Only one copy exists, since save() first waits for the previous save.
 
     The thread sends over a gloo group of its own, so its messages never meet those of a step. If a
     save fails, it fails on all ranks alike: must_stop() is then true, and the next save() or wait()
     raises the error.
 
-    Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. A
-    validation ends first. SIGTERM during the last one has no effect, as all steps are saved. At its
-    end, a save under way is waited for, unless ranks have come apart. Until the thread has ended,
-    the folder is locked against other runs, if its file system has locks.
+    Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. It
+    is asked after each step, so a validation ends first, and SIGTERM in the last one has no effect.
+    At the end of `with`, a save under way is waited for, unless ranks have come apart. Until the
+    thread has ended, the folder is locked against other runs, if its file system has locks.
 
     data_digest: that of read_data(). sigterm: whether this rank has received SIGTERM.
     """
@@ -2207,99 +2300,13 @@ def copy_to_host(state):
     return copies
 
 
-def run_of(trainer, data_digest):
-    """Return {name: value} of a run's flags and of the facts that run.json has beside them."""
-    facts = {"step": trainer.steps_done, "data_digest": data_digest}
-    return flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__} | facts
-
-
-def write_checkpoint(state, path, run, group):
-    """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
-
-    run: run_of() the run that saves it.
-    """
-    partial_path = path.with_suffix(".partial")
-    options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
-    storage = dcp.FileSystemWriter(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
-    write = partial(dcp.save, state, storage_writer=storage, process_group=group)
-    on_all_ranks(write, **options)
-    files = partial_path.glob(f"__{dist.get_rank()}_*")  # this rank has written
-    own = on_all_ranks(digests_of, files, **options)
-    digests = dict(ChainMap(*gather_objects(own, group)))
-    on_all_ranks(commit, run, partial_path, path, digests, **options)
-    if dist.get_rank() == 0:  # no rank waits for this
-        for old in path.parent.glob("step_*.partial"):  # also of saves that were killed
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def commit(run, partial_path, path, digests):
-    """On rank 0, complete a checkpoint and give it its name. All but the last --keep lose theirs.
-    """
-    if dist.get_rank() != 0:
-        return
-    write_run(partial_path, run, digests | digests_of([partial_path / ".metadata"]))
-    os.sync()  # a checkpoint is on the disk before it gets its name
-    partial_path.rename(path)
-    for old in checkpoints_of(path.parent)[: -run["keep"]]:
-        old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
-
-
-def checkpoints_of(folder):
-    """Return the folder's checkpoints, oldest first."""
-    return sorted(folder.glob("step_" + 8 * "[0-9]"))
-
-
-def resume(trainer, folder, data_digest=""):
-    """Load the folder's last checkpoint, if any, whatever layout it was saved in. Collective.
-
-    To resume from an earlier one, move the later ones out of the folder. data_digest: that of
-    read_data(). Rank 0 says how the run differs from the one that it continues.
-    """
-    names = [path.name for path in checkpoints_of(folder)]
-    name, *_ = gather_objects(max(names, default=None))
-    if name is None:
-        return
-    path = folder / name
-    prefix = f"--checkpoint {path}: "
-    run = on_all_ranks(check_checkpoint, path, trainer.args)
-    trainer.steps_done = run["step"]
-    if trainer.steps_done:  # before the first step there are no moments
-        create_moments(trainer)
-        kinds = [*state_of(trainer, trainer.placements)]
-        all_kinds = set().union(*gather_objects(kinds))
-        on_all_ranks(require_all_kinds, path, run, trainer.optimizer, all_kinds, prefix=prefix)
-    for state in states_of_chunks(trainer):
-        on_all_ranks(partial(dcp.load, state, checkpoint_id=path), prefix=prefix)
-    if dist.get_rank() == 0:
-        print(f"resumes from {path}", flush=True)
-        found = differences(run_of(trainer, data_digest), run) if trainer.steps_done else []
-        if found:
-            print(f"continues with {', '.join(found)}", flush=True)
-
-
-def create_moments(trainer):
-    """Create the optimizer's state as after steps_done steps, with moments that are to be loaded.
-
-    A step with gradients of zero creates it. It may change weights, which are loaded, too.
-    """
-    weights = trainer.parameters()
-    gradients = [weight.grad for weight in weights]
-    zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))  # to save memory
-    for weight in weights:
-        weight.grad = zeros[: weight.numel()].view(weight.shape)
-    trainer.optimizer.step()
-    for weight, gradient in zip(weights, gradients):
-        weight.grad = gradient
-    for state in trainer.optimizer.state.values():
-        if "step" in state:  # a number, or a tensor with one
-            state["step"] = 0 * state["step"] + trainer.steps_done
-
-
 # ---- guards of checkpoints -----------------------------------------------------------------------
 #
-# Without these, a save or a resume could lose something in silence. They refuse, in the order of a
-# run, a folder that another run uses or that nodes do not share; a file that has changed since it
-# was saved; a checkpoint of another model; and an optimizer with state that is not saved or loaded.
+# Without these, a save or a resume could lose something in silence. In this order, they refuse a
+# folder that another run uses or that nodes do not share, a file that has changed since it was
+# saved, a checkpoint of another model, and an optimizer with state that would not be saved or
+# loaded. When a run is resumed, ranks divide the files to check, and one waits for another as long
+# as --timeout says.
 
 
 def claim(folder):
@@ -2390,28 +2397,22 @@ def differences(own, saved):
     return found
 
 
-def require_all_kinds(path, run, optimizer, kinds):
-    """Raise ValueError if the optimizer has saved a kind of state that is not among these kinds.
-
-    It would not be loaded. That of another optimizer is not, either, but differences() says so.
-    run: what run.json says.
-    """
+def require_all_kinds(path, kinds):
+    """Raise ValueError if a checkpoint has a kind of state beside these, as it would be lost."""
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata  # {kind.name: ...}
     lost = {name.partition(".")[0] for name in saved} - kinds
-    who = type(optimizer).__name__
-    sentence = f"{who} creates {', '.join(sorted(lost))} after its first step"
-    need(not lost or run["optimizer"] != who, f"{sentence}, so it cannot be loaded")
+    need(not lost, f"after its first step, the optimizer has no {', '.join(sorted(lost))}")
 
 
 def require_savable(trainer, settings):
     """Raise ValueError if the optimizer has state that a checkpoint would lose.
 
     It has only moments, and the step, which is the trainer's. settings: settings_of() the optimizer
-    before the first step.
+    before its first step.
     """
     optimizer = trainer.optimizer
     changed = [setting for setting in settings_of(optimizer) if setting not in settings]
-    lost = {name for _, name, _ in changed} | hidden_state(optimizer)
+    lost = {name for _, name, _ in changed}
     steps = []
     for weight, state in optimizer.state.items():
         for name, value in state.items():
@@ -2426,28 +2427,22 @@ def require_savable(trainer, settings):
 
 
 def settings_of(optimizer):
-    """Return [(group or None, name, value)] of an optimizer's groups' options and own numbers.
+    """Return [(number, name, value)] of what an optimizer keeps beside its state.
 
-    The learning rate is left out, as the trainer sets it in each step.
+    They are its attributes, number 0, and the options of its groups, except those that the trainer
+    sets. A shape stands for a tensor, and the size of its state for an optimizer inside this one.
     """
-    own = vars(optimizer).items()
-    settings = [(None, name, value) for name, value in own if type(value) in (int, float)]
-    for number, group in enumerate(optimizer.param_groups):
-        names = group.keys() - {"params", "lr", "shards"}
-        settings += [(number, name, group[name]) for name in names]
+    others = {"state", "param_groups", "found_inf", "params", "lr", "shards"}
+    settings = []
+    for number, values in enumerate([vars(optimizer), *optimizer.param_groups]):
+        for name in values.keys() - others:
+            for value in tree_leaves(values[name]):
+                if torch.is_tensor(value):
+                    value = value.shape
+                elif isinstance(value, torch.optim.Optimizer):
+                    value = len(value.state)
+                settings.append((number, name, value))
     return settings
-
-
-def hidden_state(optimizer):
-    """Return which attributes hold tensors of weights' shapes, or other optimizers."""
-    shapes = {weight.shape for group in optimizer.param_groups for weight in group["params"]}
-    hidden = set()
-    for name in vars(optimizer).keys() - {"state", "param_groups"}:
-        for value in tree_leaves(vars(optimizer)[name]):
-            is_other = isinstance(value, torch.optim.Optimizer) and value is not optimizer
-            if is_other or (torch.is_tensor(value) and value.shape in shapes):
-                hidden.add(name)
-    return hidden
 
 
 # ---- copies that must be equal -------------------------------------------------------------------
@@ -2995,6 +2990,9 @@ def schedule_of(args):
 #     SIGTERM with --checkpoint      TrainingError on all ranks     one line, status 143
 #     a rank dies or stays silent    its peers lose it              one line of one rank, status 1
 #     any other error                one rank raises it             one traceback, status 1
+#
+# After a restart, a step that was not finite is so again, as it has the same weights and the same
+# batch, unless --seed changes the batch.
 
 # Variables that main() sets unless they are set already. CUDA and NCCL read them when they start.
 ENVIRONMENT = {

@@ -216,6 +216,10 @@ class Undeclared(Signs):
     elementwise = False
 
 
+class Copied(Signs):
+    """An optimizer of another name with the same state."""
+
+
 class Factors(Signs):
     """An optimizer whose state has another shape than its weight."""
 
@@ -371,16 +375,19 @@ def test_a_run_with_another_optimizer_than_that_of_the_checkpoint_is_refused_or_
     folder, printed = tmp_path / "own", io.StringIO()
     assert _with_optimizer(Signs, "", folder) is None
     status, line = _end("--steps 6", folder)
-    assert status == 2 and "step_00000004" in line and "exp_avg" in line
-    assert _with_optimizer(torch.optim.SGD, "--steps 6", folder, printed) is None  # without state
-    assert "--optimizer SGD (was Signs)" in printed.getvalue()
+    assert status == 2 and "step_00000004: " in line and line.endswith(" has no mean")
+    assert _with_optimizer(torch.optim.SGD, "", tmp_path / "other") is None  # without state
+    status, line = _end("--steps 6", tmp_path / "other")
+    assert status == 2 and "step_00000004: " in line and "exp_avg" in line
+    assert _with_optimizer(Copied, "--steps 6", folder, printed) is None
+    assert "--optimizer Copied (was Signs)" in printed.getvalue()
 
 
 @on_ranks(1)
 def test_a_run_whose_optimizer_would_not_load_all_of_its_state_is_refused(tmp_path):
     assert _with_optimizer(Late, "", tmp_path) is None
     status, line = _with_optimizer(Late, "--steps 6", tmp_path)
-    assert status == 2 and "Late creates slow after its first step" in line
+    assert status == 2 and "after its first step, the optimizer has no slow" in line
 
 
 @on_ranks(1)
