@@ -2152,7 +2152,8 @@ def resume(trainer, folder, data_digest=""):
     """Load the folder's last checkpoint, if any, whatever layout it was saved in. Collective.
 
     To resume from an earlier one, move the later ones out of the folder. data_digest: that of
-    read_data(). Rank 0 says how the run differs from the one that it continues.
+    read_data(). Rank 0 says how the run differs from the one that it continues, also if only the
+    layout has changed the default of --batch-size, on which all batches depend.
     """
     names = [path.name for path in checkpoints_of(folder)]
     name, *_ = gather_objects(max(names, default=None))
@@ -2812,6 +2813,97 @@ def parse(argv, world_size, per_node=None):
     return args
 
 
+def complete(args):
+    """Set ep_nodes, and the flags that have not been given and whose defaults depend on others."""
+    args.kv_heads = args.kv_heads or args.heads
+    args.head = args.head or usual_head(args.block)
+    args.ffn = args.ffn or 4 * args.hidden
+    args.dp = args.dp or max(1, args.world_size // (args.pp * args.cp * args.tp))
+    if args.zero is None:
+        args.zero = int(args.dp * args.cp > 1 or args.dtype == "bf16")
+    args.replicate = args.replicate or 1
+    args.ep_nodes = nodes_of_experts(args)
+    args.topk_nodes = args.topk_nodes or args.ep_nodes
+    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp
+    few = 2 * args.pp if args.pp > 1 else 1
+    many = 4 * args.pp if args.pp > 1 else 1
+    if args.batch_size is None:  # 16 or the next larger size in which each microbatch has sequences
+        smallest = args.dp * (args.microbatches or few)
+        args.batch_size = math.ceil(16 / smallest) * smallest
+    if args.microbatches is None:
+        args.microbatches = math.gcd(args.batch_size // args.dp, many)
+    if args.decay_steps is None:
+        args.decay_steps = max(0, args.steps - args.warmup)
+    if args.min_lr is None:
+        args.min_lr = args.lr / 10
+
+
+def nodes_of_experts(args):
+    """Return over how many nodes an ep_group is spread, with equally many of its ranks on each."""
+    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of()
+    in_dp_cp = args.ep // in_tp
+    if args.per_node % args.tp == 0:  # a node has whole tp_groups
+        return in_dp_cp // math.gcd(in_dp_cp, args.per_node // args.tp)
+    return args.ep // math.gcd(in_tp, args.per_node)
+
+
+def parts_of_experts(args):
+    """Return the default of --expert-parts, the same on all ranks.
+
+    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
+    message still take far longer than its start.
+    """
+    rows = args.batch_size // (args.dp * args.microbatches)
+    tokens = rows * args.seq_len // (args.cp * args.tp)
+    itemsize = 2 if args.dtype == "bf16" else 4
+    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
+    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
+
+
+def check(args, given):
+    """Raise ValueError if flags do not fit together, or if a given flag lacks what it needs.
+
+    args: all fields of Args, set. given: {name: value} of the flags on the command line.
+    """
+    for name, rule in NEEDS.items():
+        if name in given:
+            need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
+    for sentence in broken(RULES, args):
+        raise ValueError(sentence)
+
+
+def broken(rules, args):
+    """Yield a sentence, which begins with flags and their values, for each rule that is broken."""
+    for rule, fault in rules.items():
+        if not holds(rule, args):
+            names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
+            yield f"{typed(args, *names)}: {fault.format_map(vars(args))}"
+
+
+def holds(rule, args):
+    """Return whether an expression of flags, such as "cp > 1", is true."""
+    return bool(eval(rule, {"max": max}, vars(args)))
+
+
+def schedule_of(args):
+    """Return the pipeline's schedule; raise ValueError if it is not defined for these flags."""
+    kind = SCHEDULES[args.schedule]
+    chunks = [args.chunks] if kind.v is None else []
+    try:
+        schedule = kind(args.pp, args.microbatches, *chunks)
+    except ValueError as error:
+        raise ValueError(f"{typed(args, 'schedule', 'pp', 'microbatches')}: {error}") from None
+    if args.overlap:
+        schedule = pair_up(schedule)
+    stages = len(schedule.routes[0])
+    # the first stage may hold just the embedding, and the last one just the head
+    need(args.layers + 2 >= stages, f"{typed(args, 'layers')} is too few for {stages} stages")
+    most = max(map(len, divide_layers(args, schedule.routes)))
+    sentence = f"{typed(args, 'recompute_layers')} is more than a stage has, at most {most}"
+    need(args.recompute_layers <= most, sentence)
+    return schedule
+
+
 USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
 EPILOG = """
 A flag that has no effect without another one is refused if the other one is missing.
@@ -2873,78 +2965,6 @@ def at_least(least, kind=int, below=math.inf):
     return number
 
 
-def parts_of_experts(args):
-    """Return the default of --expert-parts, the same on all ranks.
-
-    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
-    message still take far longer than its start.
-    """
-    rows = args.batch_size // (args.dp * args.microbatches)
-    tokens = rows * args.seq_len // (args.cp * args.tp)
-    itemsize = 2 if args.dtype == "bf16" else 4
-    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
-    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
-
-
-def complete(args):
-    """Set ep_nodes, and the flags that have not been given and whose defaults depend on others."""
-    args.kv_heads = args.kv_heads or args.heads
-    args.head = args.head or usual_head(args.block)
-    args.ffn = args.ffn or 4 * args.hidden
-    args.dp = args.dp or max(1, args.world_size // (args.pp * args.cp * args.tp))
-    if args.zero is None:
-        args.zero = int(args.dp * args.cp > 1 or args.dtype == "bf16")
-    args.replicate = args.replicate or 1
-    args.ep_nodes = nodes_of_experts(args)
-    args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp
-    few = 2 * args.pp if args.pp > 1 else 1
-    many = 4 * args.pp if args.pp > 1 else 1
-    if args.batch_size is None:  # 16 or the next larger size in which each microbatch has sequences
-        smallest = args.dp * (args.microbatches or few)
-        args.batch_size = math.ceil(16 / smallest) * smallest
-    if args.microbatches is None:
-        args.microbatches = math.gcd(args.batch_size // args.dp, many)
-    if args.decay_steps is None:
-        args.decay_steps = max(0, args.steps - args.warmup)
-    if args.min_lr is None:
-        args.min_lr = args.lr / 10
-
-
-def nodes_of_experts(args):
-    """Return over how many nodes an ep_group is spread, with equally many of its ranks on each."""
-    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of()
-    in_dp_cp = args.ep // in_tp
-    if args.per_node % args.tp == 0:  # a node has whole tp_groups
-        return in_dp_cp // math.gcd(in_dp_cp, args.per_node // args.tp)
-    return args.ep // math.gcd(in_tp, args.per_node)
-
-
-def check(args, given):
-    """Raise ValueError if flags do not fit together, or if a given flag lacks what it needs.
-
-    args: all fields of Args, set. given: {name: value} of the flags on the command line.
-    """
-    for name, rule in NEEDS.items():
-        if name in given:
-            need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
-    for sentence in broken(RULES, args):
-        raise ValueError(sentence)
-
-
-def broken(rules, args):
-    """Yield a sentence, which begins with flags and their values, for each rule that is broken."""
-    for rule, fault in rules.items():
-        if not holds(rule, args):
-            names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
-            yield f"{typed(args, *names)}: {fault.format_map(vars(args))}"
-
-
-def holds(rule, args):
-    """Return whether an expression of flags, such as "cp > 1", is true."""
-    return bool(eval(rule, {"max": max}, vars(args)))
-
-
 def as_typed(name, value=True):
     """Return a flag as it is written on the command line."""
     dashed = "--" + name.replace("_", "-")
@@ -2959,25 +2979,6 @@ def typed(args, *names):
 def flags_of(args):
     """Return {name: value} of all flags, without the other fields of Args."""
     return {name: getattr(args, name) for name in FLAGS}
-
-
-def schedule_of(args):
-    """Return the pipeline's schedule; raise ValueError if it is not defined for these flags."""
-    kind = SCHEDULES[args.schedule]
-    chunks = [args.chunks] if kind.v is None else []
-    try:
-        schedule = kind(args.pp, args.microbatches, *chunks)
-    except ValueError as error:
-        raise ValueError(f"{typed(args, 'schedule', 'pp', 'microbatches')}: {error}") from None
-    if args.overlap:
-        schedule = pair_up(schedule)
-    stages = len(schedule.routes[0])
-    # the first stage may hold just the embedding, and the last one just the head
-    need(args.layers + 2 >= stages, f"{typed(args, 'layers')} is too few for {stages} stages")
-    most = max(map(len, divide_layers(args, schedule.routes)))
-    sentence = f"{typed(args, 'recompute_layers')} is more than a stage has, at most {most}"
-    need(args.recompute_layers <= most, sentence)
-    return schedule
 
 
 # ---- one process ---------------------------------------------------------------------------------
@@ -3082,6 +3083,7 @@ def agree(argv):
     Raises TrainingError with status 2 if flags are wrong on any rank, or differ between ranks.
     """
     rank, world_size = rank_and_size()
+    # where no launcher sets this variable, all ranks count as one node, which may cost time
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     # ranks of a node are consecutive, so every run of so many ranks is on one node
     per_node = math.gcd(*gather_objects(local_size))
