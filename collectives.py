@@ -10,16 +10,16 @@ Here a sum travels around a ring of ranks:
       +-------------------------------+
 
 A rank holds   its tensors, and scratch memory for what arrives: on a ring, 2/P of the tensor's D
-               bytes. The upper floor cuts long tensors into segments, which limits it
+               bytes. The upper floor cuts most long tensors into segments, which bounds it
 It sends       2(P-1)/P D in an all-reduce on a ring, the fewest bytes possible. A table below has
                all collectives, another one has all algorithms for an all-reduce
-Overlap        with async_op=True an operation runs beside the caller's computation: in a thread for
-               gloo (CPUs), on a side stream for NCCL (GPUs)
+Overlap        with async_op=True an operation runs beside the caller's computation: in a thread if
+               PyTorch sends by gloo (from CPUs), on a side stream if by NCCL (from GPUs)
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
                name of all_gather_single. Here the collectives of a group run one after the other,
-               tensors with gaps travel as copies, reduce changes only the root's tensor,
-               all_gather takes unequal lengths on gloo, too, and autograd follows the seven
-               functions from copy_to_group() to all_to_all_in_group()
+               tensors with gaps travel as copies, reduce changes only the root's tensor, a mean is
+               divided after the sum, all_gather takes unequal lengths on gloo, too, and autograd
+               follows the seven functions from copy_to_group() to all_to_all_in_group()
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -65,8 +65,8 @@ def plain_exchange(sends, receives, group=None):
 
     sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
     of ranks must post the messages between them in the same order, in the same batches, with equal
-    sizes. Empty tensors are not sent. A tensor with gaps in memory raises ValueError. If operations
-    with async_op=True are under way in the group, call exchange() instead.
+    sizes. Empty tensors are not sent. A tensor with gaps in memory raises ValueError. On gloo,
+    operations that are pending in the group raise RuntimeError; exchange() works beside them.
     """
     require_memory(sends, receives)
     sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
@@ -75,7 +75,7 @@ def plain_exchange(sends, receives, group=None):
     batch = [message(dist.irecv, tensor, group_peer=peer) for tensor, peer in receives]
     batch += [message(dist.isend, tensor, group_peer=peer) for tensor, peer in sends]
     if batch:
-        Work("plain_exchange", group).tell("post", sends, receives)  # count_bytes() listens
+        report_plain_exchange(sends, receives, group)  # so that count_bytes() counts them
         for request in dist.batch_isend_irecv(batch):
             request.wait()
 
@@ -112,8 +112,10 @@ def require_memory(sends, receives):
 def ring_all_reduce(tensor, group=None):
     """Sum a contiguous tensor over the group in place, in 2(P-1) steps of 1/P of its bytes each.
 
-    In step s, rank r receives chunk r - s - 2 (modulo P), and sends the one that it has received in
-    step s - 1. If P does not divide the tensor's length, chunks differ by one element.
+    The sum of chunk r ends at rank r after P-1 links, so it begins at the rank after r: in step 0,
+    rank r sends chunk r - 1, and receives chunk r - 2 from the rank before it. In step s, it
+    receives chunk r - s - 2 (modulo P), and sends the one that it has received in step s - 1. If P
+    does not divide the tensor's length, chunks differ by one element.
     """
     rank, P = rank_and_size(group)
     chunks = tensor.view(-1).tensor_split(P)  # chunk() could return fewer than P
@@ -153,9 +155,10 @@ def ring_all_reduce(tensor, group=None):
 # the batch are complete, and computes before it yields the next batch. plain_run() is all that it
 # takes to run one. Its `combine` is torch.add, or torch.maximum for a maximum, and so on.
 #
-# In an all-reduce in place, an algorithm's `output` is one of its inputs, too: rank r's chunk r, or
-# the whole. So an algorithm that reduces keeps partial sums in scratch memory, and writes to
-# `output` last. It changes no other tensor that it is given.
+# The `output` of an algorithm that reduces may be the same memory as an input: in an all-reduce in
+# place, rank r reads its chunk r, and the sum of chunk r takes its place. So these algorithms keep
+# partial sums in scratch memory, and write to `output` only once no message reads the inputs any
+# more. They change no other tensor that they are given.
 #
 # The first two algorithms are the halves of ring_all_reduce(). For P = 3:
 #
@@ -258,9 +261,9 @@ def plain_all_to_all(output, input, group=None):
 
 # ---- all-reduce ----------------------------------------------------------------------------------
 #
-# A reduce-scatter and then an all-gather make an all-reduce. With the two rings above it is
-# ring_all_reduce(). Other pairs take fewer steps, or send less between nodes, which are computers
-# with L ranks each:
+# A reduce-scatter and then an all-gather, its two phases, make an all-reduce. With the two rings
+# above it is ring_all_reduce(). Two other pairs, and two algorithms without phases, take fewer
+# steps:
 #
 #                          how                                   a rank sends   steps       scratch
 #     naive                all send everything to all            (P-1) D        1           P D
@@ -268,9 +271,9 @@ def plain_all_to_all(output, input, group=None):
 #     ring                 sums around the ring, then copies    2(P-1)/P D      2(P-1)      2/P D
 #     recursive_doubling   sums swapped at distance 1, 2, 4      log2(P) D      log2(P)     2 D
 #     halving_doubling     swapped parts halve, then double     2(P-1)/P D      2 log2(P)   3/4 D
-#     hierarchical         direct in nodes, rings across them   2(P-1)/P D      2 P/L       D + D/P
 #
-# Rows with log2(P) assume that P is a power of two; all_reduce_cost() has the others, too.
+# Rows with log2(P) need a P that is a power of two. The upper floor runs them on any P, and has an
+# algorithm for nodes, which are computers with several ranks each.
 #
 # Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
 # computed on all ranks in the same order.
@@ -340,64 +343,6 @@ def _joined(chunks):
     return chunks[0].as_strided((length,), (1,))
 
 
-def _hierarchical_reduce_scatter(
-    chunks, output, combine, rank, ranks_per_node, direct=_direct_reduce_scatter
-):
-    """Reduce-scatter inside nodes of L ranks, then on rings across the P/L nodes, in P/L steps.
-
-    In every node, inside[n] reduces the L chunks that are meant for node n, the i-th of them on
-    local rank i. Then the local ranks i of all nodes add their sums on a ring. Of the bytes that a
-    rank sends, (L-1)/L D stay in its node and (P/L-1)/P D leave it. `direct` is the reduce-scatter
-    inside the node. With L = 2 and two nodes:
-
-        chunks     c0 c1 | c2 c3       inside[0] reduces c0 and c1, inside[1] reduces c2 and c3
-
-        rank       0               1               2               3
-        inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
-        across     c0: 2+3+0+1     c1: 2+3+0+1     c2: 0+1+2+3     c3: 0+1+2+3
-    """
-    P = len(chunks)
-    L = ranks_per_node
-    node, local_rank = divmod(rank, L)
-    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::L]]  # one for each node
-    inside = [
-        direct(chunks[n * L : n * L + L], sums[n], combine, local_rank) for n in range(P // L)
-    ]
-    yield from _among(range(node * L, node * L + L), inside)
-    across = _ring_reduce_scatter(sums, output, combine, node)
-    yield from _among(range(local_rank, P, L), [across])
-
-
-def _hierarchical_all_gather(chunks, rank, ranks_per_node):
-    """All-gather along rings across nodes, then directly inside each node, in P/L steps."""
-    P = len(chunks)
-    L = ranks_per_node
-    node, local_rank = divmod(rank, L)
-    across = _ring_all_gather(chunks[local_rank::L], node)
-    yield from _among(range(local_rank, P, L), [across])
-    inside = [_direct_all_gather(chunks[n * L : n * L + L], local_rank) for n in range(P // L)]
-    yield from _among(range(node * L, node * L + L), inside)
-
-
-def _among(ranks, algorithms):
-    """Run algorithms of equally many steps together, among `ranks`, which they number from 0."""
-    # zip() would stop when the first one ends, and not resume the others for their last sums
-    for steps in zip_longest(*algorithms):
-        sends, receives = [], []
-        for outgoing, arriving in steps:
-            sends += [(tensor, ranks[number]) for tensor, number in outgoing]
-            receives += [(tensor, ranks[number]) for tensor, number in arriving]
-        yield sends, receives
-
-
-_PHASES = {  # name: (reduce-scatter, all-gather)
-    "direct": (_direct_reduce_scatter, _direct_all_gather),
-    "ring": (_ring_reduce_scatter, _ring_all_gather),
-    "halving_doubling": (_halving, _doubling),
-    "hierarchical": (_hierarchical_reduce_scatter, _hierarchical_all_gather),
-}
-
-
 def _recursive_doubling(output, input, combine, rank, world_size):
     """All-reduce by swapping sums at distances of 1, 2, 4 ... ranks, in log2(P) steps of D bytes.
 
@@ -420,69 +365,39 @@ def _recursive_doubling(output, input, combine, rank, world_size):
         distance *= 2
 
 
-ALIGNMENT = 128  # bytes; a GPU reads 128 at once
+DOUBLINGS = ("recursive_doubling", "halving_doubling")  # they need a P that is a power of two
+
+_PLAIN_PHASES = {  # name: (reduce-scatter, all-gather)
+    "direct": (_direct_reduce_scatter, _direct_all_gather),
+    "ring": (_ring_reduce_scatter, _ring_all_gather),
+    "halving_doubling": (_halving, _doubling),
+}
 
 
-def _cut(flat, parts, unit=ALIGNMENT):
-    """Cut a flat tensor into parts, each of which begins at a multiple of `unit` bytes.
-
-    10 x 128 bytes become four parts of 2, 3, 2 and 3 x 128 bytes. Parts may be empty.
-    """
-    if parts == 1:
-        return [flat]
-    elements = unit // flat.itemsize
-    units = math.ceil(len(flat) / elements)
-    return flat.tensor_split([units * part // parts * elements for part in range(1, parts)])
-
-
-def _all_reduce(name, output, input, combine, rank, P, phases=_PHASES, **options):
-    """Run one all-reduce with the named algorithm.
-
-    phases: {name: (reduce-scatter, all-gather)}; options: ranks_per_node for hierarchical
-    """
-    if "doubling" in name and P.bit_count() > 1:
-        yield from _with_extra_ranks(name, output, input, combine, rank, P)
+def _all_reduce(name, output, input, combine, rank, P):
+    """All-reduce `input` into `output`, which may be the same memory, by the named algorithm."""
+    if name == "naive":
+        # every rank is sent the whole tensor, as if it were the rank's chunk
+        yield from _direct_reduce_scatter([input] * P, output, combine, rank)
     elif name == "recursive_doubling":
         yield from _recursive_doubling(output, input, combine, rank, P)
-    elif name == "naive":
-        reduce_scatter, _ = phases["direct"]  # with all of the input as every rank's chunk
-        yield from reduce_scatter([input] * P, output, combine, rank)
     else:
-        reduce_scatter, all_gather = phases[name]
-        chunks = _cut(output, P)
-        yield from reduce_scatter(_cut(input, P), chunks[rank], combine, rank, **options)
-        yield from all_gather(chunks, rank, **options)
+        reduce_scatter, all_gather = _PLAIN_PHASES[name]
+        chunks = output.tensor_split(P)
+        yield from reduce_scatter(input.tensor_split(P), chunks[rank], combine, rank)
+        yield from all_gather(chunks, rank)
 
 
-def _with_extra_ranks(name, output, input, combine, rank, P):
-    """Run a doubling algorithm among the first 2^k of P ranks, for the largest 2^k <= P.
-
-    Each rank r beyond these sends its tensor to rank r - 2^k, which adds it to its own beforehand,
-    in D more bytes of scratch memory, and sends the sum back at the end.
-    """
-    power = 1 << (P.bit_length() - 1)
-    if rank >= power:
-        yield [(input, rank - power)], []
-        yield [], [(output, rank - power)]
-        return
-    extra_rank = rank + power
-    if extra_rank < P:
-        received = torch.empty_like(input)
-        yield [], [(received, extra_rank)]
-        input = combine(input, received, out=received)
-    yield from _all_reduce(name, output, input, combine, rank, power)
-    if extra_rank < P:
-        yield [(output, extra_rank)], []
-
-
-def plain_all_reduce(tensor, algorithm="ring", group=None, **options):
+def plain_all_reduce(tensor, algorithm="ring", group=None):
     """Sum a contiguous tensor over the group in place, by one of the algorithms above.
 
-    algorithm: a name from the table above; options: ranks_per_node for hierarchical
+    algorithm: a name from the table above; ValueError if P is not a power of two, and it needs one
     """
     rank, P = rank_and_size(group)
+    if algorithm in DOUBLINGS and P.bit_count() > 1:
+        raise ValueError(f"{algorithm} needs a power of two of ranks, not {P}")
     flat = tensor.view(-1)
-    plain_run(_all_reduce(algorithm, flat, flat, torch.add, rank, P, **options), group)
+    plain_run(_all_reduce(algorithm, flat, flat, torch.add, rank, P), group)
 
 
 # ---- from the root to all ranks, and from all ranks to the root ----------------------------------
@@ -561,846 +476,12 @@ def all_reduce_bytes(nbytes, world_size):
     return 2 * nbytes * (world_size - 1) // world_size
 
 
-def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
-    """Return (steps, bytes that a rank sends) of an all-reduce, exact if all chunks are equal."""
-    D, P, L = nbytes, world_size, ranks_per_node
-    least = all_reduce_bytes(D, P)
-    rounds = P.bit_length() - 1
-    power = 1 << rounds
-    extra = rank + power < P  # whether the rank computes on behalf of another one
-    if "doubling" in algorithm and rank >= power:
-        return 2, D  # the tensor goes to that rank, the sum comes back
-    return {
-        "naive": (min(1, P - 1), (P - 1) * D),
-        "direct": (2 * min(1, P - 1), least),
-        "ring": (2 * (P - 1), least),
-        "hierarchical": (2 * (min(1, L - 1) + P // L - 1), least),
-        "recursive_doubling": (rounds + 2 * extra, (rounds + extra) * D),
-        "halving_doubling": (2 * rounds + 2 * extra, all_reduce_bytes(D, power) + extra * D),
-    }[algorithm]
-
-
-# ==== upper floor =================================================================================
+# ==== derivatives: the backward of a collective is a collective ===================================
 #
-# plain_run() waits for each batch before it goes on, and needs an idle group and tensors without
-# gaps. From here on, collectives run beside the caller's computation, take tensors of any strides,
-# keep several messages under way, and choose an algorithm by size. A reader who wants the
-# techniques alone may go on with ddp.py, and read "derivatives" below before tensor_parallel.py.
-
-# ---- from a call to the wire ---------------------------------------------------------------------
-#
-# A group's collectives run one by one, and read their inputs when their turn comes. Those with
-# async_op, and those that are called while others are pending, go to the group's queue. For gloo
-# it is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA stream, whose
-# kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
-# exchange() starts once the pending collectives are done; later collectives do not wait for it.
-#
-# A call of a collective goes through these functions, each of which calls the one below it. In an
-# idle group, and for contiguous tensors that are not cut into segments, they do what plain_run()
-# does with one algorithm.
-#
-#     all_gather_single(output, input)   makes a Work, and a plan, which returns the algorithms
-#       launch()                         runs run() at once, or in the group's queue
-#         run(), in launch()             makes inputs contiguous, and copies results back
-#           take_turns()                 does what plain_run() does, for several segments at once
-#             post()                     does what plain_exchange() does, but does not wait
-#               group.send()             and group.recv(), which are torch's; NCCL: post_batch()
-
-
-def launch(work, plan, outputs, inputs=(), backend=None):
-    """Run a collective in its turn. Return its Work if it is asynchronous.
-
-    plan: a function of all outputs and inputs, flat, which returns a list of algorithms: one for
-        each segment, where a long tensor is cut into several
-    backend: a function of the same tensors, which calls the backend's own collective
-    """
-    tensors = (*outputs, *inputs)
-
-    def run():
-        try:
-            flat = [flat_memory(tensor) for tensor in tensors]
-            if backend and work.members.uses_backend:
-                backend(*flat)
-            else:
-                take_turns(plan(*flat), work)
-            if work.op == ReduceOp.AVG and outputs:  # flat[0] is the sum
-                flat[0].div_(work.world_size)
-            for output, result in zip(outputs, flat):
-                if not is_memory(output):  # then the result is in a copy
-                    output.detach().copy_(result.view(output.shape))
-        finally:
-            work.tell("end")
-
-    queue = work.queue
-    work.tell("begin")
-    if work.async_op and work.world_size > 1:
-        work.pending = queue.submit(run, tensors)
-    elif queue.last.is_completed():  # nothing is pending, so its turn has come
-        run()
-        queue.note_launch()
-    else:  # it waits for its turn, and the caller for it
-        queue.submit(run, tensors).finish()
-    return work if work.async_op else None
-
-
-def flat_memory(tensor):
-    """Return the tensor, flat and without its graph, or a copy if is_memory() is false."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
-
-
-# ---- an operation, and who listens to it ---------------------------------------------------------
-
-# A task in a queue: finish() waits for it, and is_completed() tells whether it has ended.
-Pending = namedtuple("Pending", "finish is_completed")
-DONE = Pending(lambda: None, lambda: True)
-
-# It is global because autograd may call collectives in its own threads, which do not see the
-# caller's context variables.
-_LISTENERS = []
-
-
-class Work:
-    """One call that sends messages, as its caller and listeners see it.
-
-    name: of the function, such as "all_reduce"; group: its process group
-    async_op: whether the call may return before the messages are complete; op: its ReduceOp
-    place: (rank, world_size) in the group; ranks: the global ranks of the group's members
-    members: the group's Membership; queue: the one for the tensor's device
-    pending: what wait() finishes; of: the Work that this one waits for, if its name is "wait"
-    """
-
-    pending = DONE
-    of = None
-
-    def __init__(self, name, group, tensor=None, async_op=False, op=None):
-        self.name = name
-        self.group = group or dist.group.WORLD
-        self.async_op = async_op
-        self.op = op
-        self.members = membership(self.group, name)
-        self.place = self.members.place
-        self.rank, self.world_size = self.place
-        self.ranks = self.members.ranks
-        self.queue = self.members.queue_for(self.group, tensor)
-        self.listeners = tuple(_LISTENERS)
-
-    def tell(self, event, *messages):
-        """Tell the listeners of an event. observe() lists the events."""
-        for listener in self.listeners:
-            listener(event, self, *messages)
-
-    def wait(self):
-        """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
-        waiting = Work("wait", self.group)
-        waiting.of = self
-        waiting.listeners = self.listeners
-        waiting.tell("begin")
-        try:
-            self.pending.finish()
-        finally:
-            waiting.tell("end")
-        self.pending = DONE  # let go of the tensors
-
-    def is_completed(self):
-        """Return whether the operation has completed or failed; False for a pending exchange()."""
-        return self.pending.is_completed()
-
-
-@contextmanager
-def observe(listener):
-    """Call listener(event, work, ...) for operations that begin in the block, and for their waits:
-
-    begin                     once the call has checked its arguments, in the caller's thread
-    post, sends, receives     before messages [(tensor, peer in the group)] are posted
-    backend                   before the backend's own collective runs in their place
-    end                       on completion (on NCCL: launch) or failure
-
-    Events after "begin" may come from another thread. A wait() is an operation, too. With
-    async_op=False an operation blocks its caller from begin to end. An asynchronous exchange() ends
-    in its wait(), or where posting its messages fails. Of plain_exchange() only "post" is told.
-    """
-    _LISTENERS.append(listener)
-    try:
-        yield
-    finally:
-        _LISTENERS.remove(listener)
-
-
-class Traffic:
-    """The payload that this rank has sent."""
-
-    def __init__(self):
-        self.sent = []  # (operation's name, group, peer in the group, bytes) of every message
-
-    def bytes(self, operation=None, group=None, peers=None):
-        """Sum the bytes sent in `group` to `peers` by operations of this name. None means all."""
-        sent = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
-        return sum(nbytes for *_, peer, nbytes in sent if peers is None or peer in peers)
-
-
-@contextmanager
-def count_bytes():
-    """Count what this rank sends in operations begun inside: `with count_bytes() as traffic:`"""
-    traffic = Traffic()
-
-    def listen(event, work, sends=(), receives=()):
-        if event == "backend":
-            raise RuntimeError(f"nobody counts the bytes of the backend's own {work.name}")
-        for tensor, peer in sends:
-            traffic.sent.append((work.name, work.group, peer, tensor.nbytes))
-
-    with observe(listen):
-        yield traffic
-
-
-# ---- messages ------------------------------------------------------------------------------------
-
-
-def exchange(sends, receives, group=None, async_op=False):
-    """Do what plain_exchange() does, faster, and also in a group that is busy.
-
-    Pending collectives of the group complete first. On gloo a message larger than its receiver's
-    tensor aborts the process. A RuntimeError names the failed peer. With async_op=True this returns
-    a Work to wait() for. Otherwise it returns when the messages are complete, or on NCCL when the
-    current stream has been told to wait for them.
-    """
-    require_memory(sends, receives)
-    tensor = (sends or receives)[0][0] if sends or receives else None
-    work = Work("exchange", group, tensor, async_op)
-    work.tell("begin")
-    try:
-        with suppress(Exception):  # an error of a pending collective is raised by its own wait()
-            work.queue.last.finish()
-        await_messages = post(work, sends, receives)
-    except BaseException:
-        work.tell("end")
-        raise
-
-    def finish():
-        try:
-            await_messages()
-            work.queue.note_launch()
-        finally:
-            work.tell("end")
-
-    if not async_op:
-        return finish()
-    work.pending = Pending(finish, is_completed=lambda: False)
-    return work
-
-
-MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
-
-
-def post(work, sends, receives):
-    """Begin a batch of messages. Return a function that waits for them and holds their tensors."""
-    if max(len(sends), len(receives)) > MOST_PEERS:
-        # Empty messages are counted, or a peer might have a message in another batch.
-        first = post(work, sends[:MOST_PEERS], receives[:MOST_PEERS])
-        others = post(work, sends[MOST_PEERS:], receives[MOST_PEERS:])
-        return lambda: (first(), others())
-    sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
-    receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
-    if not sends and not receives:
-        return lambda: None
-    work.tell("post", sends, receives)
-    if (receives or sends)[0][0].is_cuda and not work.queue.on_nccl:
-        return _post_through_host(work, sends, receives)
-    return _begin(work, sends, receives)
-
-
-def _begin(work, sends, receives):
-    """Post messages: to NCCL in one batch, to gloo one by one. Return a function that waits.
-
-    dist.isend() and dist.irecv() would take the host twice as long as the group's own methods.
-    """
-    group = work.group
-    begun = []  # (torch's Work, its messages)
-    posted = receives + sends  # what the call that raises an error was to post
-    try:
-        if work.queue.on_nccl:
-            begun.append((post_batch(group, sends, receives), posted))
-        else:
-            for call, messages in (group.recv, receives), (group.send, sends):
-                for message in messages:
-                    posted = [message]
-                    tensor, peer = message
-                    begun.append((call([tensor], peer, TAG), posted))
-    except RuntimeError as error:
-        raise _lost(work, posted, error) from error
-
-    def finish():
-        for theirs, messages in begun:
-            try:
-                theirs.wait()
-            except RuntimeError as error:
-                raise _lost(work, messages, error) from error
-
-    return finish
-
-
-def post_batch(group, sends, receives):
-    """Post a batch to NCCL and return torch's Work, faster than batch_isend_irecv() does."""
-    device = (receives or sends)[0][0].device
-    group._start_coalescing(device)
-    for call, messages in (group.recv, receives), (group.send, sends):
-        for tensor, peer in messages:
-            if tensor.is_complex():  # NCCL has no complex numbers
-                tensor = torch.view_as_real(tensor)
-            call([tensor], peer, 0)
-    return group._end_coalescing(device)
-
-
-def _lost(work, messages, error):
-    """Return an error that names the messages' peers."""
-    peers = " or ".join(str(work.ranks[peer]) for peer in sorted({peer for _, peer in messages}))
-    where = f"{work.name} in the group of ranks {work.ranks}: rank {work.ranks[work.rank]}"
-    return RuntimeError(f"{where} lost rank {peers}: {error}")
-
-
-def _post_through_host(work, sends, receives):
-    """Send copies in pinned host memory, since gloo cannot send CUDA memory."""
-    pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
-    arriving = [(pinned(tensor), peer) for tensor, peer in receives]
-    leaving = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
-    await_copies = _begin(work, leaving, arriving)
-
-    def finish():
-        await_copies()
-        for (tensor, _), (buffer, _) in zip(receives, arriving):
-            tensor.copy_(buffer)
-
-    return finish
-
-
-# ---- a group and its queue -----------------------------------------------------------------------
-
-# {process group: its Membership}. It is global because no attribute can be set on a process group.
-_MEMBERSHIPS = weakref.WeakKeyDictionary()
-
-
-class Membership:
-    """What this rank knows about a process group. It is made once per group.
-
-    place: (this rank in the group, the group's size); ranks: the global ranks of its members
-    ranks_per_node: see set_ranks_per_node(); uses_backend: see set_backend_collectives()
-    queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
-    device: where barrier() and gather_objects() make their tensors; the CPU if the group has gloo
-    """
-
-    def __init__(self, group):
-        self.place = rank_and_size(group)
-        self.ranks = dist.get_process_group_ranks(group)
-        self.ranks_per_node = len(self.ranks)
-        self.uses_backend = False
-        self.queues = {}
-        self.thread = _Thread(group)
-        self.device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
-        _MEMBERSHIPS[group] = self
-
-    def queue_for(self, group, tensor):
-        """Return the queue of a tensor. A group may have NCCL for GPUs and gloo for CPUs."""
-        device = None if tensor is None else tensor.device
-        if device not in self.queues:
-            on_nccl = device and f"{device.type}:nccl" in dist.get_backend_config(group)
-            self.queues[device] = _Stream(device) if on_nccl else self.thread
-        return self.queues[device]
-
-
-def membership(group, caller):
-    """Return the Membership of a group. An error names `caller`, the function that was called."""
-    group = group or dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{caller} is called by a rank that is not in the group")
-    return _MEMBERSHIPS.get(group) or Membership(group)
-
-
-class _Stream:
-    """The queue of a group on NCCL: a CUDA stream.
-
-    The host launches tasks before the device runs them. `launched` holds a task's tensors until the
-    device has passed the event at its end, or until the caller's stream waits for this event. The
-    memory of NCCL's messages is reused only once the host has seen their end. If the host ran a
-    training step ahead, each message of that step would need its own memory. So it waits while more
-    than AHEAD tasks are unfinished.
-    """
-
-    on_nccl = True
-    window = 2  # segments under way: one is summed while the other one travels
-    last = DONE  # the last task that was submitted
-    AHEAD = 5  # the peak of ZeRO-3 is then within 15% of what its tensors take
-
-    def __init__(self, device=None):
-        # One for each group and device, since torch's pool holds only 32. Its sums go before the
-        # kernels of a backward pass. NCCL has its own stream for messages.
-        self.device = device
-        self.stream = torch.cuda.Stream(device=device, priority=-1)
-        self.launched = deque()  # (event at the end of a task, tensors that are held)
-
-    def note_launch(self, held=()):
-        """Mark the end of a task by an event. Wait until at most AHEAD tasks are unfinished."""
-        event = torch.cuda.current_stream(self.device).record_event()
-        self.launched.append((event, held))
-        while self.launched and self.launched[0][0].query():
-            self.launched.popleft()
-        while len(self.launched) > self.AHEAD:
-            oldest, _ = self.launched.popleft()
-            oldest.synchronize()
-        return event
-
-    def submit(self, task, tensors):
-        """Run a task on the side stream. Return it as Pending."""
-        held = list(tensors)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            task()
-            event = self.note_launch(held)
-
-        def finish():
-            torch.cuda.current_stream(self.device).wait_event(event)
-            held.clear()  # whatever reuses their memory runs after the event
-
-        self.last = Pending(finish, event.query)
-        return self.last
-
-
-class _Thread:
-    """The queue of a group on gloo: a thread that ends when the group or Python does."""
-
-    on_nccl = False
-    window = 4  # segments under way; 3 of 1 MB took up to 1.6 times gloo's time for 8 to 64 MB
-    last = DONE  # the last task that was submitted
-
-    def __init__(self, group):
-        self.tasks = SimpleQueue()
-        self.thread = threading.Thread(target=self.run_tasks, daemon=True)
-        weakref.finalize(group, self.end)
-
-    def run_tasks(self):
-        schedule_as_batch("SCHED_OTHER")  # a batch thread would not preempt the one that wakes it
-        for task, inference, stream, future in iter(self.tasks.get, None):
-            try:
-                with torch.inference_mode(inference), stream:  # each thread has its own
-                    task()
-                task = None  # frees its tensors before its end is announced
-                future.set_result(None)
-            except BaseException as error:
-                future.set_exception(error)
-            del task, future  # they hold the group, and after an error the tensors
-
-    def end(self):
-        """End the thread. A thread that returns from C++ after Python's end aborts the process."""
-        self.tasks.put(None)
-        if self.thread.is_alive() and self.thread is not threading.current_thread():
-            self.thread.join(30)  # seconds; if a peer hangs, it waits until the group's timeout
-
-    def note_launch(self):
-        """Do nothing, since a task has ended when it returns."""
-
-    def submit(self, task, tensors):
-        """Run a task, which holds its tensors, in the thread. Return it as Pending.
-
-        The thread launches kernels on the caller's stream, so they run in the caller's order.
-        """
-        if self.thread.ident is None:
-            self.thread.start()
-        future = Future()
-        stream = nullcontext()
-        if tensors and tensors[0].is_cuda:
-            stream = torch.cuda.stream(torch.cuda.current_stream(tensors[0].device))
-        self.tasks.put((task, torch.is_inference_mode_enabled(), stream, future))
-        self.last = Pending(future.result, future.done)
-        return self.last
-
-
-# ---- the choice of an algorithm ------------------------------------------------------------------
-#
-# Every step costs time, and so does every byte, so short tensors are quickest with few steps, and
-# long ones with few bytes. choose() takes the algorithm with the least
-#
-#     steps * (the bytes that travel in the time of a step) + bytes sent
-#
-# The constants are fixed, not measured at start-up, so that results do not depend on timing. They
-# were measured for gloo with 2 to 8 ranks on 2 cores, and estimated for NCCL.
-
-NCCL_STEP_BYTES = 1 << 22  # a batch takes the host 60 us, in which 400 Gbit/s carry 3 MB
-GLOO_STEP_BYTES = 1 << 17  # a step takes 0.1 ms, and a machine's memory carries 1 to 2 GB/s
-GLOO_STEP_BYTES_BETWEEN_NODES = 1 << 14  # 0.1 ms at 1 Gbit/s
-ONE_STEP_BYTES = 1 << 16  # NCCL in one node: shorter tensors take naive's 1 step, not direct's 2
-LONG_BYTES = 1 << 21  # gloo: longer tensors take segments, which fit a core's cache
-
-
-@lru_cache(1 << 12)  # the sizes of a training step recur in the next one
-def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
-    """Return the name of the quickest algorithm for an all-reduce, or for one of its 2 phases."""
-    nodes = world_size // ranks_per_node
-    if world_size == 1 or (on_nccl and nodes == 1):  # a copy, or P-1 messages that leave at once
-        return "naive" if phases == 2 and nbytes < ONE_STEP_BYTES else "direct"
-    names = ["ring"]
-    if 1 < nodes < world_size:
-        names.append("hierarchical")
-    if on_nccl or nbytes < LONG_BYTES:  # long ones on gloo are cut into segments
-        if phases == 2:
-            names += ["recursive_doubling", "halving_doubling"]
-        elif world_size.bit_count() == 1:  # a power of two
-            names.append("halving_doubling")
-        elif not on_nccl:
-            names.append("direct")
-    step_bytes = NCCL_STEP_BYTES if on_nccl else GLOO_STEP_BYTES
-    if nodes > 1 and not on_nccl:
-        step_bytes = GLOO_STEP_BYTES_BETWEEN_NODES
-
-    def cost(name):
-        steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
-        if name == "hierarchical":
-            sent //= ranks_per_node  # about the bytes that leave the node
-        return steps * step_bytes + sent
-
-    return min(names, key=cost)
-
-
-def set_ranks_per_node(ranks_per_node, group=None):
-    """Set how many consecutive ranks share a node. A number < P that does not divide P means 1.
-
-    All ranks must pass the same number, or they would choose unlike algorithms. For nodes of
-    different numbers of ranks it is their greatest common divisor. Without this call all ranks of a
-    group count as one node, whatever LOCAL_WORLD_SIZE is, which is slow between nodes of GPUs.
-    """
-    members = membership(group, "set_ranks_per_node")
-    ranks = min(ranks_per_node, len(members.ranks))
-    members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
-
-
-# ---- segments ------------------------------------------------------------------------------------
-#
-# A long tensor is cut into segments, each with a generator of its own. One segment is summed while
-# the next ones travel. Scratch memory is bounded, too: a ring on gloo needs at most 16 MB, and
-# direct on NCCL 128 MB.
-
-SEGMENT = 1 << 21  # gloo: bytes of a chunk that travel in one message; 1 MB was up to 1.6x slower
-DIRECT_BYTES = 1 << 26  # NCCL: the longest segment of a full tensor; its parts take as much scratch
-
-
-def choose_segments(work, nbytes, phases=1, name="auto"):
-    """Return (name, number of segments, keyword arguments) of a collective's algorithm."""
-    P = work.world_size
-    on_nccl = work.queue.on_nccl
-    ranks_per_node = work.members.ranks_per_node
-    if name == "auto" or P == 1:
-        name = choose(nbytes, P, ranks_per_node, on_nccl, phases=phases)
-    options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
-    if "doubling" in name or name == "naive" or (name == "ring" and on_nccl):
-        # on gloo choose() takes these only for short tensors; on NCCL segments would gain little
-        return name, 1, options
-    segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
-    return name, max(1, math.ceil(nbytes / segment_bytes)), options
-
-
-def take_turns(segments, work):
-    """Run the algorithms of all segments. The one that posted its messages first continues first.
-
-    All ranks keep this order, so each receives messages in the order in which its peer sends them.
-    """
-    waiting = deque(segments)
-    under_way = deque()  # (algorithm, function that waits for its messages)
-    while waiting or under_way:
-        if waiting and len(under_way) < work.queue.window:
-            algorithm = waiting.popleft()
-        else:
-            algorithm, wait = under_way.popleft()
-            wait()
-            wait = None  # frees the batch's tensors
-        step = next(algorithm, None)
-        if step is not None:
-            under_way.append((algorithm, post(work, *step)))
-            step = None
-
-
-# ---- sums ----------------------------------------------------------------------------------------
-
-_REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
-    ReduceOp.SUM: (torch.add, torch.sum),
-    ReduceOp.AVG: (torch.add, torch.sum),  # launch() divides at the end
-    ReduceOp.PRODUCT: (torch.mul, torch.prod),
-    ReduceOp.MIN: (torch.minimum, torch.amin),
-    ReduceOp.MAX: (torch.maximum, torch.amax),
-}
-
-
-class Reduction:
-    """What algorithms call as combine(a, b, out=...), for a ReduceOp.
-
-    rows: reduces the rows of a matrix, by rows(matrix, 0, out=...)
-    scratch: matrices whose rows have been reduced, which the operation's next segments reuse
-    """
-
-    def __init__(self, op, dtype):
-        if op not in _REDUCTIONS:
-            raise ValueError(f"op={op} is not supported; SUM, AVG, PRODUCT, MIN and MAX are")
-        if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"op=AVG of {dtype}: the mean may be no integer")
-        self.pair, self.rows = _REDUCTIONS[op]
-        self.scratch = []
-
-    def __call__(self, a, b, out):
-        return self.pair(a, b, out=out)
-
-
-def _reduce_at_once(chunks, output, combine, rank):
-    """Do what _direct_reduce_scatter() does, on a GPU, with a single kernel, which rounds once.
-
-    Each kernel reads and writes memory, and costs the host a launch. So the parts arrive as rows of
-    a matrix, which one kernel reduces, and not P-1 kernels.
-    """
-    if len(chunks) == 1:
-        output.copy_(chunks[0])
-        return
-    unit = ALIGNMENT // output.itemsize
-    longest = (len(output) // unit + 2) * unit  # _cut() makes some segments one unit longer
-    matrix = combine.scratch.pop() if combine.scratch else output.new_empty(len(chunks), longest)
-    rows = matrix[:, : len(output)]  # row r: from rank r
-    yield from _pairwise(chunks, rows.unbind(), rank)
-    rows[rank].copy_(chunks[rank])
-    combine.rows(rows, 0, out=output)
-    combine.scratch.append(matrix)  # NCCL writes there only after the kernel has read it
-
-
-_PHASES_ON_GPU = _PHASES | {
-    "direct": (_reduce_at_once, _direct_all_gather),
-    "hierarchical": (
-        partial(_hierarchical_reduce_scatter, direct=_reduce_at_once),
-        _hierarchical_all_gather,
-    ),
-}
-
-
-# ---- the collectives -----------------------------------------------------------------------------
-#
-# Each call makes a Work, checks its tensors, and passes launch() a plan. With async_op=True it
-# returns the Work, to wait() for. The root is src or dst, a global rank, or group_src or group_dst,
-# a rank of the group. By default it is global rank 0 (in PyTorch, broadcast() and reduce() have no
-# default).
-
-
-def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
-    """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
-
-    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
-    algorithm: a name from the table under "all-reduce", or "auto": what choose() returns
-    """
-    names = ("auto", "naive", "recursive_doubling", *_PHASES)
-    if algorithm not in names:
-        raise ValueError(f"{algorithm=} is none of {', '.join(names)}")
-    combine = Reduction(op, tensor.dtype)
-    work = Work("all_reduce", group, tensor, async_op, op)
-    rank, P = work.place
-    inputs = [] if output is None else [tensor]
-    output = tensor if output is None else output
-    check_fits(output, tensor, tensor.numel())
-
-    def plan(output, input=None):
-        name, segments, options = choose_segments(work, output.nbytes, 2, algorithm)
-        phases = _PHASES_ON_GPU if output.is_cuda else _PHASES
-        outputs = _cut(output, segments, P * ALIGNMENT)  # so that chunks of segments are aligned
-        inputs = outputs if input is None else _cut(input, segments, P * ALIGNMENT)
-        return [
-            _all_reduce(name, *part, combine, rank, P, phases, **options)
-            for part in zip(outputs, inputs)
-        ]
-
-    def backend(output, input=None):
-        if input is not None:
-            output.copy_(input)
-        call_backend(work, output)
-
-    return launch(work, plan, [output], inputs, backend)
-
-
-def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `input` over the group. Rank r keeps chunk r in `output`, which is 1/P as long."""
-    combine = Reduction(op, input.dtype)
-    work = Work("reduce_scatter_single", group, output, async_op, op)
-    rank, P = work.place
-    check_fits(output, input, input.numel() / P)
-
-    def plan(output, input):
-        name, segments, options = choose_segments(work, input.nbytes)
-        phases = _PHASES_ON_GPU if output.is_cuda else _PHASES
-        reduce_scatter, _ = phases[name]
-        outputs = _cut(output, segments)
-        parts = zip(*(_cut(chunk, segments) for chunk in input.chunk(P)))
-        return [
-            reduce_scatter(part, output, combine, rank, **options)
-            for part, output in zip(parts, outputs)
-        ]
-
-    return launch(work, plan, [output], [input], partial(call_backend, work))
-
-
-def all_gather_single(output, input, group=None, async_op=False):
-    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
-    work = Work("all_gather_single", group, output, async_op)
-    rank, P = work.place
-    check_fits(output, input, P * input.numel())
-
-    def plan(output, input):
-        name, segments, options = choose_segments(work, output.nbytes)
-        _, all_gather = _PHASES[name]
-        chunks = output.chunk(P)
-        if chunks[rank].data_ptr() != input.data_ptr():  # else the caller has put it there
-            chunks[rank].copy_(input)
-        parts = zip(*(_cut(chunk, segments) for chunk in chunks))
-        return [all_gather(part, rank, **options) for part in parts]
-
-    return launch(work, plan, [output], [input], partial(call_backend, work))
-
-
-def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Copy `tensor` of rank r into tensor r of every rank's list, for all r, in 1 step.
-
-    Lengths may differ between ranks, but tensor r must have one length in every list. A rank checks
-    only its own, and all dtypes.
-    """
-    work = Work("all_gather", group, tensor, async_op)
-    rank = work.rank
-    outputs = one_per_rank(work, tensor_list)
-    for r, output in enumerate(outputs):
-        check_fits(output, tensor, tensor.numel() if r == rank else output.numel())
-
-    def plan(*flat):
-        *chunks, input = flat
-        chunks[rank].copy_(input)
-        return [_direct_all_gather(chunks, rank)]
-
-    backend = lambda *flat: call_backend(work, [*flat[:-1]], flat[-1])
-    equal = len({output.numel() for output in outputs}) == 1  # gloo's takes no other lengths
-    return launch(work, plan, outputs, [tensor], backend if equal else None)
-
-
-def all_to_all_single(
-    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
-):
-    """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
-
-    *_split_sizes: the number of rows (dim 0) in each rank's piece; None means equally many
-    """
-    work = Work("all_to_all_single", group, output, async_op)
-    rank, P = work.place
-    received = _split_sizes(output, output_split_sizes, P)
-    sent = _split_sizes(input, input_split_sizes, P)
-    if (output_split_sizes or input_split_sizes) and output.numel() and input.numel():
-        check_fits(output, input, len(output) * input.shape[1:].numel())  # rows of one width
-    check_fits(output, input, output.numel() - received[rank] + sent[rank])  # its own piece
-
-    def plan(output, input):
-        outputs = output.split_with_sizes(received)
-        inputs = input.split_with_sizes(sent)
-        outputs[rank].copy_(inputs[rank])
-        return [_pairwise(inputs, outputs, rank)]
-
-    splits = {"output_split_sizes": received, "input_split_sizes": sent}
-    return launch(work, plan, [output], [input], partial(call_backend, work, **splits))
-
-
-def _split_sizes(tensor, rows_of_ranks, world_size):
-    """Convert each rank's number of rows (None: equally many) to its number of elements."""
-    rows = tensor.shape[0]
-    sizes = rows_of_ranks or [rows // world_size] * world_size
-    if len(sizes) != world_size or sum(sizes) != rows:
-        raise ValueError(f"{rows} rows are not split for world_size={world_size} by sizes {sizes}")
-    return [size * tensor.shape[1:].numel() for size in sizes]
-
-
-def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
-    """Copy the root's `tensor` to every rank, in place."""
-    work = Work("broadcast", group, tensor, async_op)
-    rank, P = work.place
-    root = find_root(work, src, group_src)
-    plan = lambda flat: [_tree_broadcast(flat, rank, root, P)]
-    return launch(work, plan, [tensor], [], partial(call_backend, work, group_src=root))
-
-
-def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
-    """Reduce `tensor` over the group into the root's tensor. The other ranks keep theirs."""
-    combine = Reduction(op, tensor.dtype)
-    work = Work("reduce", group, tensor, async_op, op)
-    rank, P = work.place
-    root = find_root(work, dst, group_dst)
-    plan = lambda flat: [_tree_reduce(flat, combine, rank, root, P)]
-    if rank == root:
-        return launch(work, plan, outputs=[tensor])
-    return launch(work, plan, outputs=[], inputs=[tensor])
-
-
-def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
-    """Copy tensor r of the root's scatter_list into `tensor` of rank r, for all r.
-
-    Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
-    """
-    work = Work("scatter", group, tensor, async_op)
-    root = find_root(work, src, group_src)
-    inputs = list_of_root(work, root, scatter_list, tensor)
-    plan = lambda output, *inputs: [_scatter(output, inputs, work.rank, root)]
-    backend = lambda output, *inputs: call_backend(work, output, [*inputs], group_src=root)
-    return launch(work, plan, [tensor], inputs, backend)
-
-
-def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
-    """Copy `tensor` of rank r into tensor r of the root's gather_list, for all r. See scatter()."""
-    work = Work("gather", group, tensor, async_op)
-    root = find_root(work, dst, group_dst)
-    outputs = list_of_root(work, root, gather_list, tensor)
-    plan = lambda *flat: [_gather(flat[:-1], flat[-1], work.rank, root)]
-    backend = lambda *flat: call_backend(work, flat[-1], [*flat[:-1]], group_dst=root)
-    return launch(work, plan, outputs, [tensor], backend)
-
-
-def find_root(work, global_rank, group_rank):
-    """Return the group rank of the root, given as either rank. The default is global rank 0."""
-    if group_rank is None:
-        global_rank = global_rank or 0
-        if global_rank not in work.ranks:
-            ranks = f"the group's ranks {work.ranks}"
-            raise ValueError(f"src or dst={global_rank} is not among {ranks}")
-        return work.ranks.index(global_rank)
-    given = f"group_src or group_dst={group_rank}"
-    if global_rank is not None:
-        raise ValueError(f"{work.name} got {given} besides src or dst={global_rank}")
-    if not 0 <= group_rank < work.world_size:
-        raise ValueError(f"{given} is not a rank of a group of {work.world_size}")
-    return group_rank
-
-
-def list_of_root(work, root, tensors, like):
-    """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
-    if work.rank != root:
-        if tensors:
-            got = f"{work.name} got a list on rank {work.rank} of the group"
-            raise ValueError(f"{got}; only the root, rank {root}, has one")
-        return []
-    tensors = one_per_rank(work, tensors)
-    for tensor in tensors:
-        check_fits(tensor, like, like.numel())
-    return tensors
-
-
-def one_per_rank(work, tensors):
-    """Return the list of tensors, or raise ValueError unless it has one for each rank."""
-    tensors = tensors or []
-    if len(tensors) != work.world_size:
-        got = f"{work.name} got a list of {len(tensors)} tensors"
-        raise ValueError(f"{got}, not world_size={work.world_size}")
-    return tensors
-
-
-def barrier(group=None):
-    """Return when every rank of the group has called it."""
-    token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
-    all_reduce(token, group=group)
-    token.tolist()  # on CUDA the host waits here
-
-
-# ---- derivatives: the backward of a collective is a collective -----------------------------------
+# Layers that are split over a group call collectives in forward, and autograd must follow them.
+# This floor is needed from tensor_parallel.py on. It rests on four collectives of the upper floor,
+# which do what their plain forms do, for tensors of any strides: all_reduce(), all_gather_single(),
+# reduce_scatter_single() and all_to_all_single().
 #
 # If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
 # of x's gradient, and the parts are summed. If all ranks use x identically, each already has the
@@ -1528,13 +609,1022 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
     return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
 
 
+# ==== upper floor =================================================================================
+#
+# plain_run() waits for each batch before it goes on, and needs an idle group and tensors without
+# gaps. From here on, collectives run beside the caller's computation, take tensors of any strides,
+# keep several messages under way, and choose an algorithm by size. A reader who wants the
+# techniques alone may go on with ddp.py.
+
+# ---- from a call to the wire ---------------------------------------------------------------------
+#
+# A group's collectives run one by one, and read their inputs when their turn comes. Those with
+# async_op, and those that are called while others are pending, go to the group's queue. For gloo
+# it is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA stream, whose
+# kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
+# exchange() starts once the pending collectives are done; later collectives do not wait for it.
+#
+# A call of a collective goes through these functions, each of which calls the one below it. In an
+# idle group, and for contiguous tensors that are not cut into segments, they do what plain_run()
+# does with one algorithm. The sections below have the same order, and then what a plan needs: the
+# choice of an algorithm, segments, more algorithms and sums.
+#
+#     broadcast(tensor)           makes a Work, and a plan, which returns the algorithms to run
+#       launch()                  runs run() at once, or in the group's queue
+#         run(), in launch()      makes tensors contiguous, and copies results back
+#           take_turns()          does what plain_run() does, for several segments at once
+#             post()              does what plain_exchange() does, but does not wait
+#               group.send()      and group.recv(), which are torch's; NCCL: post_batch()
+
+# ---- the collectives -----------------------------------------------------------------------------
+#
+# A Work is one call: its group, this rank, whether it is asynchronous. With async_op=True the call
+# returns it, to wait() for. A plan is a function of the flat tensors, which returns the algorithms
+# to run. That of broadcast() is a single one.
+#
+# Long tensors of all_gather_single(), reduce_scatter_single() and all_reduce() are cut into
+# segments, each with an algorithm of its own. choose_segments() returns its name, the number of
+# segments and its keyword arguments. PHASES has the two functions of each name.
+#
+# The root is src or dst, a global rank, or group_src or group_dst, a rank of the group. By default
+# it is global rank 0 (in PyTorch, broadcast() and reduce() have no default).
+
+
+def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    """Copy the root's `tensor` to every rank, in place."""
+    work = Work("broadcast", group, tensor, async_op)
+    root = find_root(work, src, group_src)
+    plan = lambda flat: [_tree_broadcast(flat, work.rank, root, work.world_size)]
+    return launch(work, plan, [tensor], [], partial(call_backend, work, group_src=root))
+
+
+def all_gather_single(output, input, group=None, async_op=False):
+    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
+    work = Work("all_gather_single", group, output, async_op)
+    rank = work.rank
+    P = work.world_size
+    check_fits(output, input, P * input.numel())
+
+    def plan(output, input):
+        name, segments, options = choose_segments(work, output.nbytes)
+        _, all_gather = PHASES[name]
+        chunks = output.chunk(P)
+        if chunks[rank].data_ptr() != input.data_ptr():  # else the caller has put it there
+            chunks[rank].copy_(input)
+        cut_chunks = [cut_aligned(chunk, segments) for chunk in chunks]  # [rank][segment]
+        return [all_gather(parts, rank, **options) for parts in zip(*cut_chunks)]
+
+    return launch(work, plan, [output], [input], partial(call_backend, work))
+
+
+def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
+    """Reduce `input` over the group. Rank r keeps chunk r in `output`, which is 1/P as long."""
+    combine = Reduction(op, input.dtype)
+    work = Work("reduce_scatter_single", group, output, async_op, op)
+    rank = work.rank
+    P = work.world_size
+    check_fits(output, input, input.numel() / P)
+
+    def plan(output, input):
+        name, segments, options = choose_segments(work, input.nbytes)
+        reduce_scatter, _ = PHASES[name]
+        outputs = cut_aligned(output, segments)
+        cut_chunks = [cut_aligned(chunk, segments) for chunk in input.chunk(P)]  # [rank][segment]
+        return [
+            reduce_scatter(parts, output, combine, rank, **options)
+            for parts, output in zip(zip(*cut_chunks), outputs)
+        ]
+
+    return launch(work, plan, [output], [input], partial(call_backend, work))
+
+
+def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
+    """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
+
+    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers). AVG divides
+        the sum, so fp16 may overflow where NCCL's AVG, which divides first, would not
+    algorithm: a name from the table under "all-reduce", "hierarchical", or "auto": what choose()
+        returns
+    """
+    if algorithm not in ("auto", *ALGORITHMS):
+        raise ValueError(f"{algorithm=} is none of auto, {', '.join(ALGORITHMS)}")
+    combine = Reduction(op, tensor.dtype)
+    work = Work("all_reduce", group, tensor, async_op, op)
+    rank = work.rank
+    P = work.world_size
+    inputs = [] if output is None else [tensor]
+    output = tensor if output is None else output
+    check_fits(output, tensor, tensor.numel())
+
+    def plan(output, input=None):
+        name, segments, options = choose_segments(
+            work, output.nbytes, both_phases=True, name=algorithm
+        )
+        outputs = cut_aligned(output, segments, P * ALIGNMENT)  # so that their chunks are aligned
+        inputs = outputs if input is None else cut_aligned(input, segments, P * ALIGNMENT)
+        return [
+            all_reduce_segment(name, output, input, combine, rank, P, **options)
+            for output, input in zip(outputs, inputs)
+        ]
+
+    def backend(output, input=None):
+        if input is not None:
+            output.copy_(input)
+        call_backend(work, output)
+
+    return launch(work, plan, [output], inputs, backend)
+
+
+def all_gather(tensor_list, tensor, group=None, async_op=False):
+    """Copy `tensor` of rank r into tensor r of every rank's list, for all r, in 1 step.
+
+    Lengths may differ between ranks, but tensor r must have one length in every list. A rank checks
+    only its own, and all dtypes.
+    """
+    work = Work("all_gather", group, tensor, async_op)
+    rank = work.rank
+    outputs = one_per_rank(work, tensor_list)
+    for r, output in enumerate(outputs):
+        check_fits(output, tensor, tensor.numel() if r == rank else output.numel())
+
+    def plan(*flat):
+        *chunks, input = flat
+        chunks[rank].copy_(input)
+        return [_direct_all_gather(chunks, rank)]
+
+    backend = lambda *flat: call_backend(work, [*flat[:-1]], flat[-1])
+    equal = len({output.numel() for output in outputs}) == 1  # gloo's takes no other lengths
+    return launch(work, plan, outputs, [tensor], backend if equal else None)
+
+
+def all_to_all_single(
+    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+):
+    """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
+
+    *_split_sizes: the number of rows (dim 0) in each rank's piece; None means equally many
+    """
+    work = Work("all_to_all_single", group, output, async_op)
+    rank = work.rank
+    received = _split_sizes(output, output_split_sizes, work.world_size)
+    sent = _split_sizes(input, input_split_sizes, work.world_size)
+    if (output_split_sizes or input_split_sizes) and output.numel() and input.numel():
+        check_fits(output, input, len(output) * input.shape[1:].numel())  # rows of one width
+    # a rank's piece for itself has one size: received[rank] == sent[rank]
+    check_fits(output, input, output.numel() - received[rank] + sent[rank])
+
+    def plan(output, input):
+        outputs = output.split_with_sizes(received)
+        inputs = input.split_with_sizes(sent)
+        outputs[rank].copy_(inputs[rank])
+        return [_pairwise(inputs, outputs, rank)]
+
+    splits = {"output_split_sizes": received, "input_split_sizes": sent}
+    return launch(work, plan, [output], [input], partial(call_backend, work, **splits))
+
+
+def _split_sizes(tensor, rows_of_ranks, world_size):
+    """Convert each rank's number of rows (None: equally many) to its number of elements."""
+    rows = tensor.shape[0]
+    sizes = rows_of_ranks or [rows // world_size] * world_size
+    if len(sizes) != world_size or sum(sizes) != rows:
+        raise ValueError(f"{rows} rows are not split for world_size={world_size} by sizes {sizes}")
+    return [size * tensor.shape[1:].numel() for size in sizes]
+
+
+def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
+    """Reduce `tensor` over the group into the root's tensor. The other ranks keep theirs."""
+    combine = Reduction(op, tensor.dtype)
+    work = Work("reduce", group, tensor, async_op, op)
+    root = find_root(work, dst, group_dst)
+    plan = lambda flat: [_tree_reduce(flat, combine, work.rank, root, work.world_size)]
+    if work.rank == root:
+        return launch(work, plan, outputs=[tensor])
+    return launch(work, plan, outputs=[], inputs=[tensor])
+
+
+def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
+    """Copy tensor r of the root's scatter_list into `tensor` of rank r, for all r.
+
+    Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
+    """
+    work = Work("scatter", group, tensor, async_op)
+    root = find_root(work, src, group_src)
+    inputs = list_of_root(work, root, scatter_list, tensor)
+    plan = lambda output, *inputs: [_scatter(output, inputs, work.rank, root)]
+    backend = lambda output, *inputs: call_backend(work, output, [*inputs], group_src=root)
+    return launch(work, plan, [tensor], inputs, backend)
+
+
+def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
+    """Copy `tensor` of rank r into tensor r of the root's gather_list, for all r. See scatter()."""
+    work = Work("gather", group, tensor, async_op)
+    root = find_root(work, dst, group_dst)
+    outputs = list_of_root(work, root, gather_list, tensor)
+    plan = lambda *flat: [_gather(flat[:-1], flat[-1], work.rank, root)]
+    backend = lambda *flat: call_backend(work, flat[-1], [*flat[:-1]], group_dst=root)
+    return launch(work, plan, outputs, [tensor], backend)
+
+
+def barrier(group=None):
+    """Return when every rank of the group has called it."""
+    token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
+    all_reduce(token, group=group)
+    token.tolist()  # on CUDA the host waits here
+
+
+def find_root(work, global_rank, group_rank):
+    """Return the group rank of the root, given as either rank. The default is global rank 0."""
+    if group_rank is None:
+        global_rank = global_rank or 0
+        if global_rank not in work.ranks:
+            ranks = f"the group's ranks {work.ranks}"
+            raise ValueError(f"src or dst={global_rank} is not among {ranks}")
+        return work.ranks.index(global_rank)
+    given = f"group_src or group_dst={group_rank}"
+    if global_rank is not None:
+        raise ValueError(f"{work.name} got {given} besides src or dst={global_rank}")
+    if not 0 <= group_rank < work.world_size:
+        raise ValueError(f"{given} is not a rank of a group of {work.world_size}")
+    return group_rank
+
+
+def list_of_root(work, root, tensors, like):
+    """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
+    if work.rank != root:
+        if tensors:
+            got = f"{work.name} got a list on rank {work.rank} of the group"
+            raise ValueError(f"{got}; only the root, rank {root}, has one")
+        return []
+    tensors = one_per_rank(work, tensors)
+    for tensor in tensors:
+        check_fits(tensor, like, like.numel())
+    return tensors
+
+
+def one_per_rank(work, tensors):
+    """Return the list of tensors, or raise ValueError unless it has one for each rank."""
+    tensors = tensors or []
+    if len(tensors) != work.world_size:
+        got = f"{work.name} got a list of {len(tensors)} tensors"
+        raise ValueError(f"{got}, not world_size={work.world_size}")
+    return tensors
+
+
+# ---- a collective in its turn --------------------------------------------------------------------
+
+
+def launch(work, plan, outputs, inputs=(), backend=None):
+    """Run a collective in its turn. Return its Work if it is asynchronous.
+
+    plan: a function of all outputs and inputs, flat, which returns the algorithms to run
+    backend: a function of the same tensors, which calls the backend's own collective
+    """
+    tensors = (*outputs, *inputs)
+
+    def run():
+        try:
+            flat = [flat_memory(tensor) for tensor in tensors]
+            if backend and work.members.uses_backend:
+                backend(*flat)
+            else:
+                take_turns(plan(*flat), work)
+            if work.op == ReduceOp.AVG and outputs:
+                flat[0].div_(work.world_size)  # the only output: the sum
+            for output, result in zip(outputs, flat):
+                if not is_memory(output):  # then the result is in a copy
+                    output.detach().copy_(result.view(output.shape))
+        finally:
+            work.tell("end")
+
+    # Ranks may take different branches: each posts the group's messages in the order of its calls.
+    queue = work.queue
+    work.tell("begin")
+    if work.async_op and work.world_size > 1:
+        work.pending = queue.submit(run, tensors)
+    elif queue.last.is_completed():  # nothing is pending, so its turn has come
+        run()
+        queue.note_launch()
+    else:  # it waits for its turn, and the caller for it
+        queue.submit(run, tensors).finish()
+    return work if work.async_op else None
+
+
+def flat_memory(tensor):
+    """Return the tensor, flat and without its graph, or a copy if is_memory() is false."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
+
+
+def take_turns(segments, work):
+    """Run the algorithms of all segments. The one that posted its messages first continues first.
+
+    All ranks keep this order, so each receives messages in the order in which its peer sends them.
+    """
+    waiting = deque(segments)
+    under_way = deque()  # (algorithm, function that waits for its messages)
+    while waiting or under_way:
+        if waiting and len(under_way) < work.queue.window:
+            algorithm = waiting.popleft()
+        else:
+            algorithm, wait = under_way.popleft()
+            wait()
+            wait = None  # frees the batch's tensors
+        step = next(algorithm, None)
+        if step is not None:
+            under_way.append((algorithm, post(work, *step)))
+            step = None
+
+
+# ---- an operation, and who listens to it ---------------------------------------------------------
+
+# A task in a queue: finish() waits for it, and is_completed() tells whether it has ended.
+Pending = namedtuple("Pending", "finish is_completed")
+DONE = Pending(lambda: None, lambda: True)
+
+# It is global because autograd may call collectives in its own threads, which do not see the
+# caller's context variables.
+_LISTENERS = []
+
+
+class Work:
+    """One call that sends messages. Its caller may wait for it, and listeners hear of it.
+
+    name: of the function, such as "all_reduce"; group: its process group
+    rank, world_size: of this process in the group; ranks: the global ranks of the group's members
+    async_op: whether the call may return before the messages are complete; op: its ReduceOp
+    of: if the name is "wait", the Work that is waited for
+    members: the group's Membership; queue: the one for the tensor's device
+    pending: the task in this queue that wait() finishes
+    """
+
+    pending = DONE
+    of = None
+
+    def __init__(self, name, group, tensor=None, async_op=False, op=None):
+        self.name = name
+        self.group = group or dist.group.WORLD
+        self.async_op = async_op
+        self.op = op
+        self.members = membership(self.group, name)
+        self.rank, self.world_size = self.members.place
+        self.ranks = self.members.ranks
+        self.queue = self.members.queue_for(self.group, tensor)
+        self.listeners = tuple(_LISTENERS)
+
+    def tell(self, event, *messages):
+        """Tell the listeners of an event. observe() lists the events."""
+        for listener in self.listeners:
+            listener(event, self, *messages)
+
+    def wait(self):
+        """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
+        waiting = Work("wait", self.group)  # an operation of its own, which listeners may time
+        waiting.of = self
+        waiting.listeners = self.listeners
+        waiting.tell("begin")
+        try:
+            self.pending.finish()
+        finally:
+            waiting.tell("end")
+        self.pending = DONE  # let go of the tensors
+
+    def is_completed(self):
+        """Return whether the operation has completed or failed; False for a pending exchange()."""
+        return self.pending.is_completed()
+
+
+@contextmanager
+def observe(listener):
+    """Call listener(event, work, ...) for operations that begin in the block, and for their waits:
+
+    begin                     once the call has checked its arguments, in the caller's thread
+    post, sends, receives     before messages [(tensor, peer in the group)] are posted
+    backend                   before the backend's own collective runs in their place
+    end                       on completion (on NCCL: launch) or failure
+
+    Events after "begin" may come from another thread. A wait() is an operation, too. With
+    async_op=False an operation blocks its caller from begin to end. An asynchronous exchange() ends
+    in its wait(), or where posting its messages fails. Of plain_exchange() only "post" is told.
+    """
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
+
+
+def report_plain_exchange(sends, receives, group):
+    """Tell listeners of the messages. RuntimeError if the group's thread may be sending, too.
+
+    Messages of both could arrive in place of one another. On NCCL they keep the order of launches.
+    """
+    tensor, _ = (sends or receives)[0]
+    work = Work("plain_exchange", group, tensor)
+    if not (work.queue.on_nccl or work.queue.last.is_completed()):
+        pending = "plain_exchange() while operations of its group are pending"
+        raise RuntimeError(f"{pending}: call exchange(), or wait() for them")
+    work.tell("post", sends, receives)
+
+
+class Traffic:
+    """The payload that this rank has sent."""
+
+    def __init__(self):
+        self.sent = []  # (operation's name, group, peer in the group, bytes) of every message
+
+    def bytes(self, operation=None, group=None, peers=None):
+        """Sum the bytes sent in `group` to `peers` by operations of this name. None means all."""
+        sent = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
+        return sum(nbytes for *_, peer, nbytes in sent if peers is None or peer in peers)
+
+
+@contextmanager
+def count_bytes():
+    """Count what this rank sends in operations begun inside: `with count_bytes() as traffic:`"""
+    traffic = Traffic()
+
+    def listen(event, work, sends=(), receives=()):
+        if event == "backend":
+            raise RuntimeError(f"nobody counts the bytes of the backend's own {work.name}")
+        for tensor, peer in sends:
+            traffic.sent.append((work.name, work.group, peer, tensor.nbytes))
+
+    with observe(listen):
+        yield traffic
+
+
+# ---- messages ------------------------------------------------------------------------------------
+#
+# Collectives call post(). exchange() is for messages of other files: pipeline.py sends activations
+# and gradients to the next stage by it, sequence_parallel.py keys and values around a ring.
+
+
+def exchange(sends, receives, group=None, async_op=False):
+    """Do what plain_exchange() does, faster, and also in a group that is busy.
+
+    Pending collectives of the group complete first. On gloo a message larger than its receiver's
+    tensor aborts the process. A RuntimeError names the failed peer. With async_op=True this returns
+    a Work to wait() for. Otherwise it returns when the messages are complete, or on NCCL when the
+    current stream has been told to wait for them.
+    """
+    require_memory(sends, receives)
+    tensor = (sends or receives)[0][0] if sends or receives else None
+    work = Work("exchange", group, tensor, async_op)
+    work.tell("begin")
+    try:
+        with suppress(Exception):  # an error of a pending collective is raised by its own wait()
+            work.queue.last.finish()
+        await_messages = post(work, sends, receives)
+    except BaseException:
+        work.tell("end")
+        raise
+
+    def finish():
+        try:
+            await_messages()
+            work.queue.note_launch()
+        finally:
+            work.tell("end")
+
+    if not async_op:
+        return finish()
+    work.pending = Pending(finish, is_completed=lambda: False)
+    return work
+
+
+MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
+
+
+def post(work, sends, receives):
+    """Begin a batch of messages. Return a function that waits for them and holds their tensors."""
+    if max(len(sends), len(receives)) > MOST_PEERS:
+        # Empty messages are counted, or a peer might have a message in another batch.
+        first = post(work, sends[:MOST_PEERS], receives[:MOST_PEERS])
+        others = post(work, sends[MOST_PEERS:], receives[MOST_PEERS:])
+
+        def finish():
+            first()
+            others()
+
+        return finish
+    sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
+    receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
+    if not sends and not receives:
+        return lambda: None
+    work.tell("post", sends, receives)
+    if (receives or sends)[0][0].is_cuda and not work.queue.on_nccl:
+        return _post_through_host(work, sends, receives)
+    return _begin(work, sends, receives)
+
+
+def _begin(work, sends, receives):
+    """Post messages: to NCCL in one batch, to gloo one by one. Return a function that waits.
+
+    dist.isend() and dist.irecv() would take the host twice as long as the group's own methods.
+    """
+    group = work.group
+    begun = []  # (torch's Work, its messages)
+    posted = receives + sends  # what the call that raises an error was to post
+    try:
+        if work.queue.on_nccl:
+            begun.append((post_batch(group, sends, receives), posted))
+        else:
+            for call, messages in (group.recv, receives), (group.send, sends):
+                for message in messages:
+                    posted = [message]
+                    tensor, peer = message
+                    begun.append((call([tensor], peer, TAG), posted))
+    except RuntimeError as error:
+        raise _lost(work, posted, error) from error
+
+    def finish():
+        for theirs, messages in begun:
+            try:
+                theirs.wait()
+            except RuntimeError as error:
+                raise _lost(work, messages, error) from error
+
+    return finish
+
+
+def post_batch(group, sends, receives):
+    """Post a batch to NCCL and return torch's Work, faster than batch_isend_irecv() does."""
+    device = (receives or sends)[0][0].device
+    group._start_coalescing(device)
+    for call, messages in (group.recv, receives), (group.send, sends):
+        for tensor, peer in messages:
+            if tensor.is_complex():  # NCCL has no complex numbers
+                tensor = torch.view_as_real(tensor)
+            call([tensor], peer, 0)
+    return group._end_coalescing(device)
+
+
+def _lost(work, messages, error):
+    """Return an error that names the messages' peers."""
+    peers = " or ".join(str(work.ranks[peer]) for peer in sorted({peer for _, peer in messages}))
+    where = f"{work.name} in the group of ranks {work.ranks}: rank {work.ranks[work.rank]}"
+    return RuntimeError(f"{where} lost rank {peers}: {error}")
+
+
+def _post_through_host(work, sends, receives):
+    """Send copies in pinned host memory, since gloo cannot send CUDA memory."""
+    pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
+    arriving = [(pinned(tensor), peer) for tensor, peer in receives]
+    leaving = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
+    await_copies = _begin(work, leaving, arriving)
+
+    def finish():
+        await_copies()
+        for (tensor, _), (buffer, _) in zip(receives, arriving):
+            tensor.copy_(buffer)
+
+    return finish
+
+
+# ---- a group and its queue -----------------------------------------------------------------------
+
+# {process group: its Membership}. It is global because no attribute can be set on a process group.
+_MEMBERSHIPS = weakref.WeakKeyDictionary()
+_FIRST_CALL = threading.Lock()
+
+
+class Membership:
+    """What this rank knows about a process group. It is made once per group.
+
+    place: (this rank in the group, the group's size); ranks: the global ranks of its members
+    ranks_per_node: see set_ranks_per_node(); uses_backend: see set_backend_collectives()
+    queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
+    device: where barrier() and gather_objects() make their tensors; the CPU if the group has gloo
+    """
+
+    def __init__(self, group):
+        self.place = rank_and_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks_per_node = len(self.ranks)
+        self.uses_backend = False
+        self.queues = {}
+        self.thread = _Thread(group)
+        self.device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+        _MEMBERSHIPS[group] = self
+
+    def queue_for(self, group, tensor):
+        """Return the queue of a tensor. A group may have NCCL for GPUs and gloo for CPUs."""
+        device = None if tensor is None else tensor.device
+        if device not in self.queues:
+            on_nccl = device and f"{device.type}:nccl" in dist.get_backend_config(group)
+            # another thread may have set it by now
+            self.queues.setdefault(device, _Stream(device) if on_nccl else self.thread)
+        return self.queues[device]
+
+
+def membership(group, caller):
+    """Return the Membership of a group. An error names `caller`, the function that was called."""
+    group = group or dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{caller} is called by a rank that is not in the group")
+    members = _MEMBERSHIPS.get(group)
+    if members is None:
+        with _FIRST_CALL:  # of two threads, or each would make a queue
+            members = _MEMBERSHIPS.get(group) or Membership(group)
+    return members
+
+
+class _Stream:
+    """The queue of a group on NCCL: a CUDA stream.
+
+    The host launches a task and goes on, and the device runs it later. An event marks its end.
+
+    A task's tensors are held until the host has seen this event pass. PyTorch gives the memory of a
+    freed tensor to the next tensor of the caller's stream, whose kernels could write there while
+    the task still reads. They no longer can once finish() has made that stream wait for the event.
+
+    PyTorch keeps the memory of NCCL's messages until the host has seen their end. If the host ran a
+    training step ahead, each message of that step would take new memory. So the host waits while
+    more than AHEAD tasks are unfinished. Ranks that use several groups must therefore use them in
+    the same order, or their hosts could wait for one another.
+
+    launched: [(event, list of tensors)] of the tasks whose end the host has not seen, oldest first.
+        finish() empties the same list of tensors.
+    """
+
+    on_nccl = True
+    window = 2  # segments under way: one is summed while the other one travels
+    last = DONE  # the last task that was submitted
+    AHEAD = 5  # the peak of ZeRO-3 is then within 15% of what its tensors take
+
+    def __init__(self, device=None):
+        # One for each group and device, since torch's pool holds only 32. Its sums go before the
+        # kernels of a backward pass. NCCL has its own stream for messages.
+        self.device = device
+        self.stream = torch.cuda.Stream(device=device, priority=-1)
+        self.launched = deque()
+
+    def note_launch(self, held=()):
+        """Mark the end of a task by an event. Wait until at most AHEAD tasks are unfinished."""
+        event = torch.cuda.current_stream(self.device).record_event()
+        self.launched.append((event, held))
+        while self.launched and self.launched[0][0].query():
+            self.launched.popleft()
+        while len(self.launched) > self.AHEAD:
+            oldest, _ = self.launched.popleft()
+            oldest.synchronize()
+        return event
+
+    def submit(self, task, tensors):
+        """Run a task on the side stream. Return it as Pending."""
+        held = list(tensors)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            task()
+            event = self.note_launch(held)
+
+        def finish():
+            torch.cuda.current_stream(self.device).wait_event(event)
+            held.clear()  # what reuses their memory on this stream runs after the event
+
+        self.last = Pending(finish, event.query)
+        return self.last
+
+
+class _Thread:
+    """The queue of a group on gloo: a thread that ends when the group or Python does."""
+
+    on_nccl = False
+    window = 4  # segments under way; 3 of 1 MB took up to 1.6 times gloo's time for 8 to 64 MB
+    last = DONE  # the last task that was submitted
+
+    def __init__(self, group):
+        self.tasks = SimpleQueue()
+        self.thread = threading.Thread(target=self.run_tasks, daemon=True)
+        weakref.finalize(group, self.end)
+
+    def run_tasks(self):
+        schedule_as_batch("SCHED_OTHER")  # a batch thread would not preempt the one that wakes it
+        for task, inference, stream, future in iter(self.tasks.get, None):
+            try:
+                with torch.inference_mode(inference), stream:  # each thread has its own
+                    task()
+                task = None  # frees its tensors before its end is announced
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future  # they hold the group, and after an error the tensors
+
+    def end(self):
+        """End the thread. A thread that returns from C++ after Python's end aborts the process."""
+        self.tasks.put(None)
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join(30)  # seconds; if a peer hangs, it waits until the group's timeout
+
+    def note_launch(self):
+        """Do nothing, since a task has ended when it returns."""
+
+    def submit(self, task, tensors):
+        """Run a task, which holds its tensors, in the thread. Return it as Pending.
+
+        The thread launches kernels on the caller's stream, so they run in the caller's order.
+        """
+        if self.thread.ident is None:
+            self.thread.start()
+        future = Future()
+        stream = nullcontext()
+        if tensors and tensors[0].is_cuda:
+            stream = torch.cuda.stream(torch.cuda.current_stream(tensors[0].device))
+        self.tasks.put((task, torch.is_inference_mode_enabled(), stream, future))
+        self.last = Pending(future.result, future.done)
+        return self.last
+
+
+# ---- the choice of an algorithm ------------------------------------------------------------------
+#
+# Every step costs time, and so does every byte, so short tensors are quickest with few steps, and
+# long ones with few bytes. choose() takes the algorithm with the least
+#
+#     steps * (the bytes that travel in the time of a step) + bytes sent
+#
+# The constants are fixed, not measured at start-up, so that results do not depend on timing. They
+# were measured for gloo with 2 to 8 ranks on 2 cores, and estimated for NCCL.
+
+NCCL_STEP_BYTES = 1 << 22  # a batch takes the host 60 us, in which 400 Gbit/s carry 3 MB
+GLOO_STEP_BYTES = 1 << 17  # a step takes 0.1 ms, and a machine's memory carries 1 to 2 GB/s
+GLOO_STEP_BYTES_BETWEEN_NODES = 1 << 14  # 0.1 ms at 1 Gbit/s
+ONE_STEP_BYTES = 1 << 16  # NCCL in one node: shorter tensors take naive's 1 step, not direct's 2
+LONG_BYTES = 1 << 21  # gloo: longer tensors take segments, which fit a core's cache
+
+
+def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
+    """Return (steps, bytes that a rank sends) of an all-reduce, exact if all chunks are equal."""
+    D = nbytes
+    P = world_size
+    nodes = P // ranks_per_node
+    if P == 1:
+        return 0, 0
+    rounds = P.bit_length() - 1
+    power = 1 << rounds
+    if algorithm in DOUBLINGS and rank >= power:
+        return 2, D  # another rank computes for this one: the tensor goes there, the sum comes back
+    extra = rank + power < P  # whether this rank computes for another one
+    least = all_reduce_bytes(D, P)
+    return {
+        "naive": (1, (P - 1) * D),
+        "direct": (2, least),
+        "ring": (2 * (P - 1), least),
+        "recursive_doubling": (rounds + 2 * extra, (rounds + extra) * D),
+        "halving_doubling": (2 * rounds + 2 * extra, all_reduce_bytes(D, power) + extra * D),
+        "hierarchical": (2 * (nodes - 1) + 2 * (ranks_per_node > 1), least),
+    }[algorithm]
+
+
+@lru_cache(1 << 12)  # the sizes of a training step recur in the next one
+def choose(nbytes, world_size, ranks_per_node, on_nccl, both_phases=False):
+    """Return the name of the quickest algorithm for an all-reduce, or for one of its two phases.
+
+    both_phases: False means a reduce-scatter or an all-gather alone
+    """
+    nodes = world_size // ranks_per_node
+    if world_size == 1 or (on_nccl and nodes == 1):  # a copy, or P-1 messages that leave at once
+        return "naive" if both_phases and nbytes < ONE_STEP_BYTES else "direct"
+    names = ["ring"]
+    if 1 < nodes < world_size:
+        names.append("hierarchical")
+    if on_nccl or nbytes < LONG_BYTES:  # on gloo, those below are for tensors without segments
+        if both_phases:
+            names += DOUBLINGS
+        elif world_size.bit_count() == 1:  # one phase has no extra ranks, so P is a power of two
+            names.append("halving_doubling")
+        elif not on_nccl:
+            names.append("direct")
+    step_bytes = NCCL_STEP_BYTES if on_nccl else GLOO_STEP_BYTES
+    if nodes > 1 and not on_nccl:
+        step_bytes = GLOO_STEP_BYTES_BETWEEN_NODES
+
+    def cost(name):  # for one phase it is half of this, for all names
+        steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
+        if name == "hierarchical":
+            sent //= ranks_per_node  # about the bytes that leave the node
+        return steps * step_bytes + sent
+
+    return min(names, key=cost)
+
+
+def set_ranks_per_node(ranks_per_node, group=None):
+    """Set how many consecutive ranks share a node. A number < P that does not divide P means 1.
+
+    All ranks must pass the same number, or they would choose unlike algorithms. For nodes of
+    different numbers of ranks it is their greatest common divisor. Without this call all ranks of a
+    group count as one node, which is slow between nodes of GPUs.
+    """
+    members = membership(group, "set_ranks_per_node")
+    ranks = min(ranks_per_node, len(members.ranks))
+    members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
+
+
+# ---- segments ------------------------------------------------------------------------------------
+#
+# A long tensor is cut into segments, each with a generator of its own. One segment is summed while
+# the next ones travel. This bounds scratch memory, too: a ring on gloo takes at most 16 MB, direct
+# on NCCL 128 MB, hierarchical on gloo 8 MB for each rank of the group. Algorithms that are not cut
+# take what the tables say: the doublings, and on NCCL the ring.
+
+SEGMENT = 1 << 21  # gloo: bytes of a chunk that travel in one message; 1 MB was up to 1.6x slower
+DIRECT_BYTES = 1 << 26  # NCCL: the longest segment of a full tensor; its parts take as much scratch
+ALIGNMENT = 128  # bytes; a GPU reads 128 at once
+
+
+def choose_segments(work, nbytes, both_phases=False, name="auto"):
+    """Return (name, number of segments, keyword arguments) of a collective's algorithm."""
+    P = work.world_size
+    on_nccl = work.queue.on_nccl
+    ranks_per_node = work.members.ranks_per_node
+    if name == "auto" or P == 1:
+        name = choose(nbytes, P, ranks_per_node, on_nccl, both_phases)
+    options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
+    if name in ("direct", "hierarchical") or (name == "ring" and not on_nccl):
+        segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
+        return name, max(1, math.ceil(nbytes / segment_bytes)), options
+    # on gloo choose() takes these only for short tensors; on NCCL segments would gain little
+    return name, 1, options
+
+
+def cut_aligned(flat, parts, unit=ALIGNMENT):
+    """Cut a flat tensor into parts, each of which begins at a multiple of `unit` bytes.
+
+    10 x 128 bytes become four parts of 2, 3, 2 and 3 x 128 bytes. Parts may be empty.
+    """
+    if parts == 1:
+        return [flat]
+    elements = unit // flat.itemsize
+    units = math.ceil(len(flat) / elements)
+    return flat.tensor_split([units * part // parts * elements for part in range(1, parts)])
+
+
+# ---- more algorithms: any number of ranks, and nodes ---------------------------------------------
+#
+# With nodes of L ranks each, messages inside a node are quicker than those between nodes:
+#
+#                          how                                   a rank sends   steps       scratch
+#     hierarchical         direct in nodes, rings across them   2(P-1)/P D      2 P/L       D + D/P
+#
+# Of the bytes that a rank sends in one of its phases, (L-1)/L D stay in its node and (P/L-1)/P D
+# leave it. Steps and scratch are those for L > 1.
+
+
+def all_reduce_segment(name, output, input, combine, rank, P, **options):
+    """Do what _all_reduce() does for any P, in aligned chunks, and on a GPU with few kernels."""
+    if name in DOUBLINGS and P.bit_count() > 1:
+        yield from _with_extra_ranks(name, output, input, combine, rank, P)
+    elif name == "recursive_doubling":
+        yield from _recursive_doubling(output, input, combine, rank, P)
+    elif name == "naive":
+        yield from reduce_directly([input] * P, output, combine, rank)
+    else:
+        reduce_scatter, all_gather = PHASES[name]
+        chunks = cut_aligned(output, P)
+        yield from reduce_scatter(cut_aligned(input, P), chunks[rank], combine, rank, **options)
+        yield from all_gather(chunks, rank, **options)
+
+
+def _with_extra_ranks(name, output, input, combine, rank, P):
+    """Run a doubling algorithm among the first 2^k of P ranks, for the largest 2^k <= P.
+
+    Each rank r beyond these sends its tensor to rank r - 2^k, which adds it to its own beforehand,
+    in D more bytes of scratch memory, and sends the sum back at the end.
+    """
+    power = 1 << (P.bit_length() - 1)
+    if rank >= power:
+        yield [(input, rank - power)], []
+        yield [], [(output, rank - power)]
+        return
+    extra_rank = rank + power
+    if extra_rank < P:
+        received = torch.empty_like(input)
+        yield [], [(received, extra_rank)]
+        input = combine(input, received, out=received)
+    yield from all_reduce_segment(name, output, input, combine, rank, power)
+    if extra_rank < P:
+        yield [(output, extra_rank)], []
+
+
+def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
+    """Reduce-scatter inside nodes of L ranks, then on rings across the P/L nodes, in P/L steps.
+
+    Chunks n L to n L + L - 1 are meant for node n. First each node sums its ranks' chunks for every
+    node, the i-th of them on local rank i. Then the local ranks i of all nodes add these sums on a
+    ring. With L = 2 and two nodes:
+
+        rank       0               1               2               3
+        inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
+        across     c0: 2+3+0+1     c1: 2+3+0+1     c2: 0+1+2+3     c3: 0+1+2+3
+    """
+    P = len(chunks)
+    L = ranks_per_node
+    node, local_rank = divmod(rank, L)
+    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::L]]  # one for each node
+    inside = [
+        reduce_directly(chunks[n * L : n * L + L], sums[n], combine, local_rank)
+        for n in range(P // L)
+    ]
+    yield from _among(range(node * L, node * L + L), inside)
+    across = _ring_reduce_scatter(sums, output, combine, node)
+    yield from _among(range(local_rank, P, L), [across])
+
+
+def _hierarchical_all_gather(chunks, rank, ranks_per_node):
+    """All-gather along rings across nodes, then directly inside each node, in P/L steps."""
+    P = len(chunks)
+    L = ranks_per_node
+    node, local_rank = divmod(rank, L)
+    across = _ring_all_gather(chunks[local_rank::L], node)
+    yield from _among(range(local_rank, P, L), [across])
+    inside = [_direct_all_gather(chunks[n * L : n * L + L], local_rank) for n in range(P // L)]
+    yield from _among(range(node * L, node * L + L), inside)
+
+
+def _among(ranks, algorithms):
+    """Run algorithms of equally many steps together, among `ranks`, which they number from 0."""
+    # zip() would stop when the first one ends, and not resume the others for their last sums
+    for steps in zip_longest(*algorithms):
+        sends, receives = [], []
+        for outgoing, arriving in steps:
+            sends += [(tensor, ranks[number]) for tensor, number in outgoing]
+            receives += [(tensor, ranks[number]) for tensor, number in arriving]
+        yield sends, receives
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+_REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
+    ReduceOp.SUM: (torch.add, torch.sum),
+    ReduceOp.AVG: (torch.add, torch.sum),  # launch() divides at the end
+    ReduceOp.PRODUCT: (torch.mul, torch.prod),
+    ReduceOp.MIN: (torch.minimum, torch.amin),
+    ReduceOp.MAX: (torch.maximum, torch.amax),
+}
+
+
+class Reduction:
+    """What algorithms call as combine(a, b, out=...), for a ReduceOp.
+
+    rows: reduces the rows of a matrix, by rows(matrix, 0, out=...)
+    scratch: matrices whose rows have been reduced, which the operation's next segments reuse
+    """
+
+    def __init__(self, op, dtype):
+        if op not in _REDUCTIONS:
+            raise ValueError(f"op={op} is not supported; SUM, AVG, PRODUCT, MIN and MAX are")
+        if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"op=AVG of {dtype}: the mean may be no integer")
+        self.pair, self.rows = _REDUCTIONS[op]
+        self.scratch = []
+
+    def __call__(self, a, b, out):
+        return self.pair(a, b, out=out)
+
+
+def reduce_directly(chunks, output, combine, rank):
+    """Reduce-scatter in 1 step, on a GPU by one kernel."""
+    reduce_scatter = _reduce_at_once if output.is_cuda else _direct_reduce_scatter
+    return reduce_scatter(chunks, output, combine, rank)
+
+
+def _reduce_at_once(chunks, output, combine, rank):
+    """Do what _direct_reduce_scatter() does, on a GPU, with a single kernel, which rounds once.
+
+    Each kernel reads and writes memory, and costs the host a launch. So the parts arrive as rows of
+    a matrix, which one kernel reduces, and not P-1 kernels.
+    """
+    if len(chunks) == 1:
+        output.copy_(chunks[0])
+        return
+    if combine.scratch:
+        matrix = combine.scratch.pop()
+    else:
+        # Rows hold whole units: one more for a rest, and one more since the segments that reuse the
+        # matrix may have chunks of one unit more, see cut_aligned().
+        unit = ALIGNMENT // output.itemsize
+        matrix = output.new_empty(len(chunks), (len(output) // unit + 2) * unit)
+    rows = matrix[:, : len(output)]  # row r: from rank r
+    yield from _pairwise(chunks, rows.unbind(), rank)
+    rows[rank].copy_(chunks[rank])
+    combine.rows(rows, 0, out=output)
+    combine.scratch.append(matrix)  # NCCL writes there only after the kernel has read it
+
+
+PHASES = _PLAIN_PHASES | {  # name: (reduce-scatter, all-gather)
+    "direct": (reduce_directly, _direct_all_gather),
+    "hierarchical": (_hierarchical_reduce_scatter, _hierarchical_all_gather),
+}
+ALGORITHMS = ("naive", "recursive_doubling", *PHASES)
+
+
 # ---- the backend's own collectives ---------------------------------------------------------------
 
 
 def set_backend_collectives(group=None):
     """Let the backend run the group's collectives, which count_bytes() then rejects.
 
-    Exceptions are reduce(), and all_gather() of unequal lengths. Call it on all ranks of the group.
+    Exceptions are reduce(), and all_gather() of unequal lengths. All ranks of the group must call
+    it, or its next collective hangs.
     """
     membership(group, "set_backend_collectives").uses_backend = dist.get_world_size(group) > 1
 
@@ -1657,7 +1747,7 @@ def _demonstrate():
     nbytes = 840 * 128 * P  # every algorithm cuts it evenly for P up to 8
     ranks_per_node = 1 if P % 2 else 2
     set_ranks_per_node(ranks_per_node)
-    for name in ("naive", "recursive_doubling", *_PHASES):
+    for name in ALGORITHMS:
         tensor = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(rank))
         expected = tensor.double()
         dist.group.WORLD.allreduce([expected]).wait()

@@ -92,7 +92,8 @@ from collectives import (
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, Router, tally_metrics
 from pipeline import (
-    SCHEDULES, Pipeline, WeightGradStore, forward_only, one_f_one_b_step, pair_up, sum_replicas,
+    NUM_CHUNKS, SCHEDULES, Pipeline, WeightGradStore, forward_only, one_f_one_b_step, pair_up,
+    sum_replicas,
 )
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, recompute_groups, ring_attention,
@@ -2733,7 +2734,7 @@ PATHS = {"data", "checkpoint", "metrics"}  # flags that may differ between the m
 # Rules are expressions of flags, and not functions, because --help and errors show the very rule
 # that is evaluated, and an error lists the flags that occur in it.
 
-WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.v is None]  # --chunks per rank
+WITH_CHUNKS = [name for name, v in NUM_CHUNKS.items() if v is None]  # --chunks per rank
 WITH_PAIRS = ["dualpipe", "dualpipe-v"]  # may compute a forward and a backward together: --overlap
 
 # {rule: flags that have no effect without it, and are refused}
@@ -2887,10 +2888,10 @@ def holds(rule, args):
 
 def schedule_of(args):
     """Return the pipeline's schedule; raise ValueError if it is not defined for these flags."""
-    kind = SCHEDULES[args.schedule]
-    chunks = [args.chunks] if kind.v is None else []
+    make = SCHEDULES[args.schedule]
+    chunks = [args.chunks] if NUM_CHUNKS[args.schedule] is None else []
     try:
-        schedule = kind(args.pp, args.microbatches, *chunks)
+        schedule = make(args.pp, args.microbatches, *chunks)
     except ValueError as error:
         raise ValueError(f"{typed(args, 'schedule', 'pp', 'microbatches')}: {error}") from None
     if args.overlap:

@@ -53,8 +53,7 @@ DeepSeek's code (DualPipeV).
 import argparse
 import os
 import threading
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections import defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -90,8 +89,9 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
         microbatches, because the gradients of the shares are summed.
     group: the ranks of the pipeline, or None for all that torchrun has started.
 
-    No stage may change its input in place. Gradients accumulate in the parameters. Returns the
-    losses of the microbatches on the last rank, and None on the others.
+    No stage may change its input in place, and its output must depend on its input. Gradients
+    accumulate in the parameters. Returns the losses of the microbatches on the last rank, and None
+    on the others.
     """
     # Autograd knows nothing of messages, so each rank has a graph of its own, from x to output. If
     # g is the gradient of the loss with respect to output, output.backward(g) continues the chain
@@ -160,8 +160,8 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     passes = deque()  # (input, output) of each microbatch that has gone forward and not back
     losses = []
 
-    def swap(peer, send=None, like=None):
-        """Exchange with a peer: send a tensor, if given, and receive one like `like`, if given.
+    def swap(peer, *send, like=None):
+        """Exchange with a peer: send a tensor, or none, and receive one like `like`, if given.
 
         Returns what was received, or None. Beyond the ends of the pipeline there is no peer, so
         nothing happens.
@@ -169,7 +169,7 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
         if not 0 <= peer <= last:
             return None
         received = None if like is None else like.new_empty(like.shape)
-        sends = [] if send is None else [(send.contiguous(), peer)]
+        sends = [(tensor.contiguous(), peer) for tensor in send]
         receives = [] if like is None else [(received, peer)]
         exchange(sends, receives, group)
         return received
@@ -189,22 +189,20 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     def backward(grad_output):
         x, output = passes.popleft()
         output.backward(grad_output)
-        if x.grad is None and rank > 0:  # the output does not depend on x
-            x.grad = torch.zeros_like(x)  # as the previous rank waits for a gradient
         return x.grad
 
     for i in range(warmup):  # forwards alone; on rank 0 x is None, and forward() takes inputs[i]
         x = swap(rank - 1, like=next_inputs[i])
-        swap(rank + 1, send=forward(i, x))
+        swap(rank + 1, forward(i, x))
     x = swap(rank - 1, like=next_inputs[warmup])  # for the first forward below, if there is one
     for i in range(warmup, m):  # the steady phase: one forward, one backward
         output = forward(i, x)
-        grad_output = swap(rank + 1, send=output, like=passes[0][1])  # like the oldest output
+        grad_output = swap(rank + 1, output, like=passes[0][1])  # like the oldest output
         grad_x = backward(grad_output)  # the last rank has received None: it begins at its loss
-        x = swap(rank - 1, send=grad_x, like=next_inputs[i + 1])
+        x = swap(rank - 1, grad_x, like=next_inputs[i + 1])
     while passes:  # the cooldown: the backwards that are left
         grad_output = swap(rank + 1, like=passes[0][1])
-        swap(rank - 1, send=backward(grad_output))
+        swap(rank - 1, backward(grad_output))
     return losses if rank == last else None
 
 
@@ -214,12 +212,13 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 # for each rank. schedule_step() runs any schedule, with exchanges that block. A reader who wants
 # the technique alone may stop after it. The rest adds to it:
 #
-#     schedules              nine of them, and what each costs
+#     schedules              nine of them
 #     simulator              the time of each action, and the order in which messages arrive
 #     program                the order in which a rank posts messages, computes and waits
 #     halves of a backward   layers whose weights' gradients are computed later, in idle time
 #     executor               Pipeline, the class to use: messages travel while ranks compute
 #     two passes in turns    a forward and a backward that hide each other's messages to experts
+#     costs                  formulas for the bubble and the peak of each schedule
 #
 # Schedules shorten the bubble in three ways. They divide a backward, so that the part for which no
 # other rank waits can fill idle time; they cut a rank's layers into chunks, so that microbatches
@@ -258,13 +257,32 @@ class Action(NamedTuple):
         """What the F and the B, or I and W, of a microbatch in a chunk have in common."""
         return self.microbatch, self.chunk
 
+    @property
+    def actions(self):
+        """This action alone. A Pair, the other kind of item in a row, has two."""
+        return (self,)
+
+
+class Pair(NamedTuple):
+    """A forward and a backward that a rank performs in turns: see pair_up() and Turns.
+
+    A Pair begins when the inputs of both have arrived, and sends both results at its end.
+    """
+
+    forward: Action
+    backward: Action
+
+    @property
+    def actions(self):
+        return self.forward, self.backward
+
 
 class Transfer(NamedTuple):
     """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
 
     action: the F that makes this output, or the B that makes this gradient. An I makes the same
-    gradient as a B, so its Transfer is the same, and names a B. If a rank has several chunks,
-    source and destination may be the same rank.
+        gradient as a B, and its Transfer names the B, too. If a rank has several chunks, source and
+        destination may be the same rank.
     """
 
     action: Action
@@ -273,63 +291,67 @@ class Transfer(NamedTuple):
 
 
 class Schedule(list):
-    """A list of actions for each rank, and the route that microbatches take through the ranks.
+    """A row for each rank, and the route that microbatches take through the ranks.
 
-    If F0 is Action("F", 0), the example above is [[F0, F1, B0, F2, B1, B2],
-    [F0, B0, F1, B1, F2, B2]]. As between any lists, == compares the actions, but not the routes.
+    The items of a row are what the rank does, in order: Actions and, in what pair_up() returns,
+    Pairs. If F0 is Action("F", 0), the example above is [[F0, F1, B0, F2, B1, B2],
+    [F0, B0, F1, B1, F2, B2]].
 
     routes: a list of routes, mostly of one. A route lists the places (rank, chunk) that a forward
         visits, in order; its backward visits them in reverse. The default is (0, 0), (1, 0), (2, 0)
         and so on. With two routes, the first half of the microbatches takes the first.
-    needed, made: {(action, rank): Transfer}, what an action needs before it begins, and what it
-        makes. Rank 1's F0 needs what rank 0's F0 makes, so in the example needed[F0, 1] and
-        made[F0, 0] are both Transfer(F0, 0, 1). There is no entry where nothing is needed or made:
-        where a route begins, F needs nothing and B makes nothing; where it ends, F makes nothing
-        and B needs nothing; a W never needs or makes anything.
 
     Raises ValueError if a rank has no actions.
     """
 
-    def __init__(self, actions, routes=None):
-        super().__init__(actions)
+    def __init__(self, rows, routes=None):
+        super().__init__(rows)
         if not all(self):
             raise ValueError(f"rank {self.index([])} has no actions")
         self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
-        self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
-        self.needed = {}
-        self.made = {}
+        everything = [action for rank in range(len(self)) for action in self.actions(rank)]
+        self.num_microbatches = 1 + max(action.microbatch for action in everything)
+        self._needed = {}  # {(action, rank): Transfer}
+        self._made = {}
         for microbatch in range(self.num_microbatches):
             route = self.route(microbatch)
-            self._link("F", microbatch, route)
-            self._link("BI", microbatch, route[::-1])
+            for place, next_place in zip(route, route[1:]):
+                self._link("F", microbatch, place, next_place)
+                self._link("B", microbatch, next_place, place)
+                self._link("I", microbatch, next_place, place)
+
+    def _link(self, kind, microbatch, place, next_place):
+        """Record what an action makes at a place, and the same action needs at the next place."""
+        rank, chunk = place
+        next_rank, next_chunk = next_place
+        named = Action("F" if kind == "F" else "B", microbatch, chunk)
+        transfer = Transfer(named, rank, next_rank)
+        self._made[Action(kind, microbatch, chunk), rank] = transfer
+        self._needed[Action(kind, microbatch, next_chunk), next_rank] = transfer
 
     def route(self, microbatch):
         """Return the places that a microbatch visits on its way forward."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
-    def _link(self, kinds, microbatch, places):
-        """Record the transfers between successive places. A B and an I have the same transfers."""
-        for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
-            transfer = Transfer(Action(kinds[0], microbatch, chunk), source, destination)
-            for kind in kinds:
-                self.made[Action(kind, microbatch, chunk), source] = transfer
-                self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
+    def actions(self, rank):
+        """Return a list of the rank's actions, in order, with those of Pairs."""
+        return [action for item in self[rank] for action in item.actions]
 
-    # The next three methods say what needed, made and the rows say, until pairs change them: see
-    # PairedSchedule.
+    def needs(self, item, rank):
+        """Return a list of the Transfers that must arrive before an Action or a Pair begins.
 
-    def before(self, action, rank):
-        """Return a list of what must have arrived when an action begins: what it needs, if any."""
-        return [self.needed[action, rank]] if (action, rank) in self.needed else []
+        Rank 1's F0 needs what rank 0's F0 makes. So in the example, needs(F0, 1) and makes(F0, 0)
+        are both [Transfer(F0, 0, 1)]. An action needs and makes at most one. Where a route begins,
+        F needs nothing and B makes nothing. Where it ends, F makes nothing and B needs nothing. A W
+        never needs or makes anything.
+        """
+        keys = [(action, rank) for action in item.actions]
+        return [self._needed[key] for key in keys if key in self._needed]
 
-    def after(self, action, rank):
-        """Return a list of what can leave when an action ends: what it makes, if any."""
-        return [self.made[action, rank]] if (action, rank) in self.made else []
-
-    def singles_and_pairs(self, rank):
-        """Yield the rank's actions in lists of one. In a PairedSchedule, some lists have two."""
-        for action in self[rank]:
-            yield [action]
+    def makes(self, item, rank):
+        """Return a list of the Transfers that can leave when an Action or a Pair ends."""
+        keys = [(action, rank) for action in item.actions]
+        return [self._made[key] for key in keys if key in self._made]
 
 
 # ---- any schedule, one exchange at a time --------------------------------------------------------
@@ -341,26 +363,26 @@ class Schedule(list):
 
 
 def in_order(schedule):
-    """Yield (rank, action) for all ranks' actions, each after those that make what it needs.
+    """Yield (rank, item) for all items of all rows, each after those that make what it needs.
 
-    The ranks take turns. In its turn, a rank performs its next action unless it must wait. The
+    The ranks take turns. In its turn, a rank performs its next item unless it must wait. The
     example begins: rank 0 F0, rank 1 F0, rank 0 F1, rank 1 B0, rank 0 B0. Raises ValueError if a
     microbatch lacks an action, repeats one or has them out of order, or if all ranks wait; the
     error then says at what.
     """
     _check_actions(schedule)
-    queues = [deque(actions) for actions in schedule]
+    queues = [deque(row) for row in schedule]
     made = set()
     while any(queues):
         progress = False
         for rank, queue in enumerate(queues):
-            if queue and made.issuperset(schedule.before(queue[0], rank)):
-                action = queue.popleft()
-                yield rank, action
-                made.update(schedule.after(action, rank))
+            if queue and made.issuperset(schedule.needs(queue[0], rank)):
+                item = queue.popleft()
+                yield rank, item
+                made.update(schedule.makes(item, rank))
                 progress = True
         if not progress:
-            stuck = [(rank, queue[0]) for rank, queue in enumerate(queues) if queue]
+            stuck = [(rank, queue[0].actions[0]) for rank, queue in enumerate(queues) if queue]
             where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
             raise ValueError(f"the schedule cannot finish: {where} waiting for missing inputs")
 
@@ -379,11 +401,11 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
     dualpipe(), which has each layer on two ranks, sum_replicas() has to sum the gradients of both.
     """
     rank, _ = rank_and_size(group)
-    arrived = {}  # {Transfer: tensor}, until an action uses it
+    tensors = {}  # {Transfer: tensor}, from when it is made or received until it is used or sent
     passes = {}  # {(microbatch, chunk): (input, output)}, as in gpipe_step()
     losses = []
 
-    def perform(action, received):
+    def perform(action, received=None):
         if action.kind == "F":
             x = inputs[action.microbatch] if received is None else received.requires_grad_()
             output = stages[action.chunk](x)
@@ -398,28 +420,29 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
         output.backward(received)  # None where a route ends, since there the output is the loss
         return x.grad
 
-    for actor, action in in_order(schedule):
+    for actor, item in in_order(schedule):
         if actor == rank:
-            needed = schedule.needed.get((action, rank))
-            result = perform(action, arrived.pop(needed, None))
-        made = schedule.made.get((action, actor))
-        if made is None:
-            continue
-        if rank == made.source == made.destination:
-            arrived[made] = result  # for another chunk of this rank
-        elif rank == made.source:
-            exchange([(result, made.destination)], [], group)
-        elif rank == made.destination:
-            arrived[made] = like.new_empty(like.shape)
-            exchange([], [(arrived[made], made.source)], group)
+            for action in item.actions:
+                received = [tensors.pop(transfer) for transfer in schedule.needs(action, rank)]
+                result = perform(action, *received)
+                for transfer in schedule.makes(action, rank):
+                    tensors[transfer] = result
+        for transfer in schedule.makes(item, actor):
+            if transfer.source == transfer.destination:
+                continue  # it is for another chunk of the same rank
+            if rank == transfer.source:
+                exchange([(tensors.pop(transfer), transfer.destination)], [], group)
+            elif rank == transfer.destination:
+                tensors[transfer] = like.new_empty(like.shape)
+                exchange([], [(tensors[transfer], transfer.source)], group)
     return losses
 
 
 def _check_actions(schedule):
     """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
     kinds = defaultdict(str)
-    for rank, actions in enumerate(schedule):
-        for kind, microbatch, chunk in actions:
+    for rank in range(len(schedule)):
+        for kind, microbatch, chunk in schedule.actions(rank):
             kinds[rank, microbatch, chunk] += kind
     allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
     for microbatch in range(schedule.num_microbatches):
@@ -434,28 +457,31 @@ def _check_actions(schedule):
 # ---- schedules -----------------------------------------------------------------------------------
 #
 # p = num_stages is the number of ranks, even if a rank has several stages, called chunks; m is
-# num_microbatches. SCHEDULES, below these functions, has the name by which the command and
-# hybrid.py know each, and claim() says what it costs.
+# num_microbatches. SCHEDULES, at the end of this section, has the name by which the command and
+# hybrid.py know each. claim(), below, says what each costs.
 
 
 def _actions(letters, *microbatches):
     """Return the actions that letters spell: F B I W act on chunk 0, f b i w on chunk 1.
 
     microbatches: one sequence per chunk. Each letter takes the next microbatch of its chunk that
-    has not had an action of this kind, where a B counts as an I and a W: "FFIWB" is F0 F1 I0 W0 B1.
-    If there is none, the letter is skipped: "FBFBFB" is F0 B0 F1 B1 for two microbatches.
+    has not had this action, where a B counts as an I and a W: "FFIWB" is F0 F1 I0 W0 B1. If all of
+    them have had it, the letter is skipped: for two microbatches, "FBFBFB" is F0 B0 F1 B1. So a
+    steady phase is spelled as one round, repeated at least as often as needed, and a cooldown
+    follows by itself, in which the rounds lack what has run out.
     """
+    left = {}  # {(F, I or W, chunk): iterator over the microbatches that have not had it}
+    for chunk, numbers in enumerate(microbatches):
+        for half in "FIW":
+            left[half, chunk] = iter(numbers)
     actions = []
-    counts = Counter()  # how often each of F, I and W has been spelled for each chunk
     for letter in letters:
         kind = letter.upper()
         chunk = int(letter.islower())
         halves = "IW" if kind == "B" else kind
-        index = counts[halves[0], chunk]
-        if index < len(microbatches[chunk]):
-            actions.append(Action(kind, microbatches[chunk][index], chunk))
-        for half in halves:
-            counts[half, chunk] += 1
+        taken = [next(left[half, chunk], None) for half in halves]
+        if taken[0] is not None:
+            actions.append(Action(kind, taken[0], chunk))
     return actions
 
 
@@ -484,7 +510,7 @@ def one_f_one_b(num_stages, num_microbatches):
         rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
     """
     p, m = num_stages, num_microbatches
-    # Once all microbatches have had their F, "FB" stands for "B": the cooldown.
+    # When no F is left, "FB" adds only a B: the cooldown.
     return _schedule(p, m, lambda rank: "F" * (p - rank - 1) + "FB" * m)
 
 
@@ -523,7 +549,8 @@ def zb_h1(num_stages, num_microbatches):
         rank 3   F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
     """
     p, m = num_stages, num_microbatches
-    # Once all microbatches have had their F, "IWF" stands for "IW"; later, after all Is, for "W".
+    # In the "IF"s, `rank` Is leave their Ws for later. From then on, each W is that of `rank`
+    # microbatches before. When no F is left, "IWF" adds I and W, and when no I is left, only W.
     return _schedule(p, m, lambda rank: "F" * (p - rank) + "IF" * rank + "IWF" * m)
 
 
@@ -613,31 +640,45 @@ def dualpipe_v(num_stages, num_microbatches):
     return _schedule(p, m, lambda rank: _dualpipe_letters(rank, 2 * p, m), [_down_and_up(p)])
 
 
+# A rank of DualPipe has eight steps. Capitals stand for microbatches from the end that is nearer to
+# the rank, whichever chunk they use, and small letters for those from the far end. From the nearer
+# end to this rank there are `outer` ranks, itself included, and from there to the middle `inner`
+# more, so p is twice outer + inner. Here are the steps of rank 1 of p = 8 for per_end = 8
+# microbatches from each end, where outer = inner = main = 2, and the number of forwards and
+# backwards in each step. An I counts as a backward:
+#
+#         letters     F        f      B      b
+#     1   FFFF        2 inner                        until the first f arrives
+#     2   FfFf        outer    outer                 until the gradient of the first f arrives
+#     3   iwfiwf               inner         inner   until the gradient of the first F arrives
+#     4   FbfBFbfB    main     main   main   main    until no F is left: the main step
+#     5   bfBbfB               inner  inner  inner   until no f is left
+#     6   bBiI                        outer  outer   until no b is left
+#     7   wIWI                        inner          until no I is left
+#     8   WW                                         the Ws that are left
+#
+# The numbers follow from when things arrive. Let F, I and W take one slot each, and B two:
+#
+#     1     The first F arrives after outer - 1 forwards, and the first f after p - outer. This
+#           leaves room for 2 inner + 1 Fs, the last of which belongs to step 2.
+#     2     From here, the first f goes through outer - 1 ranks, and its gradient comes back through
+#           them. This leaves room for outer - 1 more Fs and fs.
+#     3     Gradients of Fs come from the middle, where their Bs take two slots on each rank. So
+#           with each rank further out, the first one arrives two slots later, and that of the first
+#           f one slot earlier. These three slots are for i, w and f. The i comes before the w, as
+#           another rank waits for it.
+#     4-7   Each column adds up to per_end, so main = per_end - 2 inner - outer.
+#     6     The second half is divided, as in DeepSeek's code. Its gradients move on sooner, and its
+#           Ws fill step 7, in which a rank waits for each gradient. The schedule would take longer
+#           if all of step 6 were divided, or nothing.
+
+
 def _dualpipe_letters(rank, p, per_end):
-    """Spell the eight steps of DeepSeek's schedule. per_end: microbatches from each end.
-
-    Capitals stand for microbatches from the end that is nearer to the rank, whichever chunk they
-    use, and small letters for those from the far end. From the nearer end to this rank there are
-    `outer` ranks, itself included, and from there to the middle `inner` more. Here are the steps of
-    rank 1 of p = 8 for per_end = 8, where outer = inner = main = 2, and the number of forwards and
-    backwards in each step, where an I counts as a backward:
-
-            letters     F        f      B      b
-        1   FFFF        2 inner                        until the first f arrives
-        2   FfFf        outer    outer                 until the gradient of the first f arrives
-        3   iwfiwf               inner         inner   i before w, as another rank waits for it
-        4   FbfBFbfB    main     main   main   main    the main step: forwards beside backwards
-        5   bfBbfB               inner  inner  inner   no F is left
-        6   bBiI                        outer  outer   no f is left
-        7   wIWI                        inner          no b is left: a W until each gradient arrives
-        8   WW                                         the Ws that are left
-
-    Each column adds up to per_end, so main = per_end - 2 inner - outer.
-    """
+    """Spell the eight steps of a rank of DualPipe. per_end: microbatches from each end."""
     outer = min(rank, p - 1 - rank) + 1
     inner = p // 2 - outer
     main = per_end - 2 * inner - outer
-    # Step 6 goes backward with bBbB, and divides the second half: whole = bB, divided = iI.
+    # Here, step 6 is bBbB with the second half divided: whole = bB, divided = iI.
     backwards = "bB" * outer
     whole = backwards[:outer]
     divided = backwards[outer:].replace("b", "i").replace("B", "I")
@@ -648,6 +689,32 @@ def _dualpipe_letters(rank, p, per_end):
     letters += "".join(weight + "I" for weight in deferred[:inner]) + deferred[inner:]
     # On ranks of the second half, microbatches from the nearer end use chunk 1.
     return letters if rank < p // 2 else letters.swapcase()
+
+
+def pair_up(schedule):
+    """Return a Schedule with a Pair in place of each F and the B of another chunk that follows it.
+
+    dualpipe() and dualpipe_v() are made for pairs, and no rank waits forever with them. A pair pays
+    only if its passes take less time in turns than one after the other, as they do if messages take
+    long. If F <= I, the bubbles with pairs are at most what claim() returns. Otherwise they are
+    longer by up to (p/2-1)(F-I), for dualpipe_v by up to (p-1)(F-I)/2.
+
+    interleaved() can be paired as well, and takes no longer if messages take no time. But with two
+    chunks, its last rank gets no pairs. 1F1B gets none, because its F and the next B are of one
+    chunk, on the last rank even of one microbatch. For pairs, its warm-up would need 2(p-r)-1
+    forwards in place of p-r-1, and a rank would hold twice the activations.
+    """
+    rows = []
+    for first, *others in schedule:
+        row = [first]
+        for action in others:
+            previous = row[-1].actions[-1]
+            if previous.kind + action.kind == "FB" and previous.chunk != action.chunk:
+                row[-1] = Pair(previous, action)
+            else:
+                row.append(action)
+        rows.append(row)
+    return Schedule(rows, schedule.routes)
 
 
 def forward_only(num_stages, num_microbatches, route=None):
@@ -662,116 +729,21 @@ def forward_only(num_stages, num_microbatches, route=None):
     return Schedule(rows, [route])
 
 
-# ---- what the schedules cost ---------------------------------------------------------------------
-#
-# claim() has formulas for the idle time of the rank that waits longest. If F, B, I and W are a
-# microbatch's times on a rank, they are derived like this:
-#
-#     naive          The other p - 1 ranks work on each microbatch, one after another.
-#     gpipe, 1f1b    The last rank waits for its first input, (p-1)F, and at the end until the last
-#                    gradient has reached rank 0, (p-1)B.
-#     interleaved    The same for chunks, which take 1/v of the time.
-#     zb-h1, zb-h2   The last rank waits (p-1)F for its first input, and works without a pause up to
-#                    its last I. Then (p-1)I and a W pass until rank 0 is done. By its last I, the
-#                    last rank has deferred n Ws, p in zb-h1 and 2p - 1 in zb-h2. So from its first
-#                    to its last action rank 0 is idle for (p-1)(F+I) + W - nW.
-#     zb-v           The same with n = 2p - 1, for halves of F, I and W. The last rank waits for its
-#                    first gradient, too, which takes (p-1)(F+I)/2, during 2(p-1) forwards of F/2.
-#     dualpipe       The report has (p/2-1)(X + B - 3W), where X is the time of an F and a B in a
-#                    pair, at most F + B.
-#     dualpipe-v     That of dualpipe on 2p ranks, whose stages take half of the time.
-
-
-class ScheduleKind(NamedTuple):
-    """A function that makes Schedules; calling a ScheduleKind calls it.
-
-    v: into how many chunks a rank's share of the model is cut, or None if the caller chooses. A
-        forward of one chunk takes F/v. dualpipe's ranks have two chunks, but each is a whole stage,
-        of another replica of the model, so v is 1.
-    is_staggered: whether ranks begin the next step while others finish this one. If so, claim()
-        counts a rank's idle time from its first to its last action only.
-    """
-
-    make: Callable
-    v: int | None = 1
-    is_staggered: bool = False
-
-    def __call__(self, num_stages, num_microbatches, *num_chunks):
-        return self.make(num_stages, num_microbatches, *num_chunks)
-
-
 SCHEDULES = {
-    "naive": ScheduleKind(naive),
-    "gpipe": ScheduleKind(gpipe),
-    "1f1b": ScheduleKind(one_f_one_b),
-    "interleaved": ScheduleKind(interleaved, v=None),
-    "zb-h1": ScheduleKind(zb_h1),
-    "zb-h2": ScheduleKind(zb_h2, is_staggered=True),
-    "zb-v": ScheduleKind(zb_v, v=2, is_staggered=True),
-    "dualpipe": ScheduleKind(dualpipe),
-    "dualpipe-v": ScheduleKind(dualpipe_v, v=2),
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
 }
 
-
-class Claim(NamedTuple):
-    """What a schedule costs a rank.
-
-    bubble: the rank's idle time, in the unit of the times that claim() is given.
-    peak: the most activations that it holds at a time, from F to B or W. The unit is those of a
-        microbatch in 1/p of the model's layers.
-    holds: whether the bubble holds for these p and m.
-    """
-
-    bubble: float
-    peak: float
-    holds: bool
-
-
-def claim(
-    name, num_stages, num_microbatches, num_chunks=2, rank=0, forward=1.0, backward=2.0, weight=1.0
-):
-    """Return what a schedule of SCHEDULES costs by the formulas of its paper.
-
-    num_chunks: what the caller of interleaved() chooses. rank: the peak is largest on rank 0.
-    forward, backward, weight: a microbatch's times in all layers of a rank (dualpipe: in one
-        chunk); weight is the part of backward that is W. Experts do not defer it
-        (expert_parallel.py), so with them W is the time of the other layers' products alone. The
-        comments say for which times the bubble holds.
-
-    If m < 2p, the peak of zb-v is an upper bound.
-    """
-    p = num_stages
-    m = num_microbatches
-    v = num_chunks
-    F = forward
-    B = backward
-    W = weight
-    I = B - W
-    begun = min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)  # the warm-up, and one more chunk
-    claims = {
-        # for any times
-        "naive": Claim((p - 1) * m * (F + B), 1, True),
-        "gpipe": Claim((p - 1) * (F + B), m, True),
-        "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
-        "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
-        # if W <= F and W <= I
-        "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
-        "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
-        # if W <= F <= I
-        "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
-        # upper bounds, if F <= B and W <= I
-        "dualpipe": Claim(
-            (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
-        ),
-        "dualpipe-v": Claim((p - 1) * (F + 2 * B - 3 * W) / 2, p + 1 / 2, m >= 2 * p),
-    }
-    return claims[name]
-
-
-def pipeline_bytes(rank, num_stages, num_microbatches, microbatch_bytes):
-    """Return the bytes that a rank with one chunk sends to its neighbours in a step."""
-    boundaries = (rank < num_stages - 1) + (rank > 0)
-    return boundaries * num_microbatches * microbatch_bytes
+# Into how many chunks a rank's share of the model is cut, or None if the caller chooses. The ranks
+# of dualpipe have two chunks, but each is a whole share, of another replica of the model.
+NUM_CHUNKS = dict.fromkeys(SCHEDULES, 1) | {"interleaved": None, "zb-v": 2, "dualpipe-v": 2}
 
 
 # ---- simulator -----------------------------------------------------------------------------------
@@ -793,28 +765,32 @@ class Timeline:
 def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     """Time a schedule. Every rank does its actions in order, each as soon as its input has arrived.
 
-    forward, backward: times of F and B of one chunk. weight: the part of B that is W. message: the
-    time a tensor travels between ranks. Raises ValueError where in_order() does.
+    forward, backward: times of F and B of one chunk. weight: the part of B that is W. A Pair takes
+    F + B, as if one came after the other. message: the time a tensor travels between ranks. Raises
+    ValueError where in_order() does.
     """
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     start = [{} for _ in schedule]
     end = [{} for _ in schedule]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
     arrived = {}  # {Transfer: time}
-    for rank, action in in_order(schedule):
-        needed = [arrived[transfer] for transfer in schedule.before(action, rank)]
-        begin = max([free[rank], *needed])
-        start[rank][action] = begin
-        free[rank] = begin + duration[action.kind]
-        end[rank][action] = free[rank]
-        for made in schedule.after(action, rank):
-            arrived[made] = free[rank] + (message if made.destination != rank else 0)
-    work = [sum(duration[action.kind] for action in actions) for actions in schedule]
+    for rank, item in in_order(schedule):
+        needed = [arrived[transfer] for transfer in schedule.needs(item, rank)]
+        time = max([free[rank], *needed])
+        for action in item.actions:
+            start[rank][action] = time
+            time += duration[action.kind]
+            end[rank][action] = time
+        free[rank] = time
+        for made in schedule.makes(item, rank):
+            arrived[made] = time + (message if made.destination != rank else 0)
+    rows = [schedule.actions(rank) for rank in range(len(schedule))]
+    work = [sum(duration[action.kind] for action in actions) for actions in rows]
     bubble = [max(free) - busy for busy in work]
     idle = [last - min(begun.values()) - busy for last, begun, busy in zip(free, start, work)]
-    keeps = any(action.kind != "F" for actions in schedule for action in actions)
+    keeps = any(action.kind != "F" for actions in rows for action in actions)
     change = {"F": int(keeps), "B": -1, "I": 0, "W": -1}
-    peak = [max(accumulate(change[action.kind] for action in actions)) for actions in schedule]
+    peak = [max(accumulate(change[action.kind] for action in actions)) for actions in rows]
     transfers = [t for t in arrived if t.source != t.destination]
     transfers.sort(key=lambda transfer: (arrived[transfer], transfer))
     return Timeline(start, end, max(free), bubble, idle, peak, transfers)
@@ -838,84 +814,80 @@ def draw(schedule):
 # ---- the program of a rank -----------------------------------------------------------------------
 #
 # In schedule_step() a rank waits for each message. Here it posts messages ahead and goes on, and it
-# waits for a message only when an action needs it. All transfers have one global order, and each
-# rank posts its own in this order:
+# waits for a message only when an action needs it. All transfers have one global order. A rank
+# posts its own in this order, each as soon as it may:
 #
-#     a send      once its tensor is made and all earlier transfers of the rank are posted
-#     a receive   once all earlier ones are posted. At most p receives are pending, that is, posted
-#                 and not waited for, where p is the number of ranks. But if the next action needs a
-#                 later one, all up to that one are posted
+#     a send      once its tensor is made
+#     a receive   while fewer than p receives are pending, that is, posted and not waited for, or if
+#                 the next action needs this one or a later one. p is the number of ranks
 #
-# Then no rank waits forever, whether a message waits for its own receive alone (gloo) or also for
-# all that its two ranks posted before it (NCCL). Proof:
+# It waits for its oldest send when more than p are pending. These limits bound the memory that
+# messages take.
 #
-#     1. A rank waits only for what it has posted. For if an action needs a transfer, all sends
-#        before that one are made: in the simulation, what this action and later ones make arrives
-#        after what this action needs.
+# No rank waits forever, whether a message waits for its own receive alone (gloo) or also for all
+# that its two ranks posted before it (NCCL). Proof:
+#
+#     1. A rank waits only for what it has posted. For if an action needs a transfer, the receives
+#        before it may be posted, and the sends before it are made: in the simulation that gives
+#        the order, what this action and later ones make arrives after what this action needs.
 #     2. Suppose that some transfers are never done, and take the first of them, T. By 1, a rank
 #        that has not posted T waits only for earlier transfers. These are done, so it goes on.
 #     3. So the sender makes the tensor of T and posts it, and the receiver posts its receive. With
 #        both posted, T is done, against 2.
 #
-# NCCL runs a rank's messages in the order of their posts, so a receive that is posted ahead delays
-# the sends after it if its peer is later than in the simulation, in which B takes twice F's time.
-#
-# The order is that of arrival in a simulation in which messages take a little time. If they took
-# none, a rank's receive would often tie with one of its sends. If the send came first, the receive
-# would be posted only after the send's tensor is made, and the peer's message would have to wait.
+# The order is that of arrival in a simulation in which B takes twice F's time, and messages take a
+# little. If they took none, a rank's receive would often tie with one of its sends. If the send
+# came first, the receive would be posted only after the send's tensor is made, and the peer's
+# message would have to wait. If a peer is later than in the simulation, NCCL, which runs a rank's
+# messages in the order of their posts, delays the sends that follow the receive from this peer.
 
 SHORT = 1 / 128  # a message's time in that simulation, where a forward takes 1
 
 
 def program(schedule, rank):
-    """Yield all that a rank does in a step, in order, as (verb, Transfer or list of Actions).
+    """Yield all that a rank does in a step, in order, as (verb, Transfer or item of its row).
 
         receive, send   post the message of a Transfer, and go on while it travels
         wait            wait until the message is done
-        do              perform one Action, or the F and the B of a pair in turns
+        do              perform an Action, or the two of a Pair in turns
 
     On rank 0 of one_f_one_b(2, 2): do F0, send F0, do F1, send F1, receive B0, receive B1, wait B0,
     do B0, wait B1, do B1, wait F0, wait F1.
     """
     transfers = simulate(schedule, message=SHORT).transfers
     unposted = deque(t for t in transfers if rank in (t.source, t.destination))
-    most = len(schedule)  # a limit on pending receives and sends, which bounds their memory
+    most = len(schedule)  # of sends, and of receives, that are pending
     made = set()
     sent = deque()
     arriving = set()
 
-    def post(needed=None):
-        """Post the next transfers, up to a send that is not made, or a receive that is too early.
+    def may_post(transfer, needed):
+        if transfer.source == rank:
+            return transfer in made
+        return len(arriving) < most or needed in unposted
 
-        needed: the transfer that the next action needs. Receives up to it are not too early. All
-            others are while `most` of them are pending.
-        """
-        while unposted:
-            transfer = unposted[0]
-            if transfer.destination == rank:
-                is_before_needed = needed in unposted  # which may be this one
-                if len(arriving) >= most and not is_before_needed:
-                    return
-                arriving.add(unposted.popleft())
-                yield "receive", transfer
-            else:
-                if transfer not in made:
-                    return
-                sent.append(unposted.popleft())
+    def post(needed=None):
+        """Post all transfers that may be posted. needed: what the next action needs, if known."""
+        while unposted and may_post(unposted[0], needed):
+            transfer = unposted.popleft()
+            if transfer.source == rank:
                 yield "send", transfer
+                sent.append(transfer)
                 if len(sent) > most:
                     yield "wait", sent.popleft()
+            else:
+                yield "receive", transfer
+                arriving.add(transfer)
 
     yield from post()
-    for together in schedule.singles_and_pairs(rank):
-        for action in together:
-            needed = schedule.needed.get((action, rank))
-            if needed and needed.source != rank:  # else it comes from a chunk of this rank
+    for item in schedule[rank]:
+        for needed in schedule.needs(item, rank):
+            if needed.source != rank:  # else it comes from a chunk of this rank
                 yield from post(needed)
                 yield "wait", needed
                 arriving.remove(needed)
-        yield "do", together
-        made.update(schedule.made.get((action, rank)) for action in together)
+        yield "do", item
+        made.update(schedule.makes(item, rank))
         yield from post()
     for transfer in sent:
         yield "wait", transfer
@@ -936,9 +908,10 @@ class WeightGradStore:
     The store is open during an I. A layer may then call put(parameter, product) and return no
     gradient for the parameter; W calls product() to compute it.
 
-    accumulates: true in B, I and W. The layers of tensor_parallel.py then add a weight's gradient
-        to .grad themselves, and return none to autograd, which saves a buffer. Hooks that wait for
-        the gradient run in any case, but no hook may call torch.autograd.grad().
+    accumulates: true in B, I and W. This file only sets it. The layers of tensor_parallel.py then
+        add a weight's gradient to .grad themselves, and return none to autograd, which saves a
+        buffer. Hooks that wait for the gradient run in any case, but no hook may call
+        torch.autograd.grad().
     """
 
     products = None
@@ -1001,7 +974,7 @@ class _DeferredLinear(torch.autograd.Function):
         grad_bias = rows.sum(0) if wants_bias else None
         grad_weight = None
         # The graph that has computed a weight needs its gradient in this backward, and so does a
-        # hook, which would be called with None. tensor_parallel.py has the same rule.
+        # hook, which would be called with None: the rule of is_plain_leaf() in tensor_parallel.py.
         weight_can_wait = ctx.parameter.is_leaf and not ctx.parameter._backward_hooks
         if wants_weight and ctx.defer.open and weight_can_wait:
             ctx.defer.put(ctx.parameter, lambda: rows.t() @ x)
@@ -1053,9 +1026,10 @@ def _add_products(products):
 #
 # With data parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or in
 # FullyShardedDataParallel (zero.py). The wrapper reduces gradients over replicas in every backward
-# outside no_sync(). So Pipeline runs only the last B or W of a stage outside no_sync(), or each of
-# them if sync_each is true. If the caller runs step() in no_sync(), all of them stay inside. If the
-# schedule has Ws, the caller must call finish_grad_sync() after a step() that reduces.
+# outside no_sync(). A step has a backward for each microbatch, so Pipeline runs all but the last of
+# a stage's Bs and Ws inside no_sync(), or none of them if sync_each is true. If the caller runs
+# step() in no_sync(), all of them stay inside. A W that reduces first calls start_grad_sync(), and
+# the caller of a step() with Ws that reduces must call finish_grad_sync() after it.
 
 
 class Pipeline:
@@ -1096,9 +1070,10 @@ class Pipeline:
         _check_schedule(schedule, self.stages, group)
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
-        self.reducing = reducing_actions(schedule[self.rank], self.stages, sync_each)
+        actions = schedule.actions(self.rank)
+        self.reducing = reducing_actions(actions, self.stages, sync_each)
         self.program = list(program(schedule, self.rank))
-        self.training = any(action.kind != "F" for action in schedule[self.rank])
+        self.training = any(action.kind != "F" for action in actions)
         # the chunks of this rank where routes begin, and where they end
         self.first_chunks = {chunk for (rank, chunk), *_ in schedule.routes if rank == self.rank}
         self.last_chunks = {chunk for *_, (rank, chunk) in schedule.routes if rank == self.rank}
@@ -1115,8 +1090,9 @@ class Pipeline:
         Returns the loss of the route that ends on this rank, detached, or None if none does. Raises
         ValueError if a batch is missing or not divisible into microbatches, if inputs and targets
         are both given and differ in rows, or if a stage's output is not of the declared shape and
-        dtype; RuntimeError if an earlier step() failed midway. If one rank raises an error, its
-        neighbours wait for its messages until their group's timeout.
+        dtype; RuntimeError if an earlier step() failed midway. A batch that this rank does not need
+        is checked, too, so that ranks that are given the same batches all raise. If one rank raises
+        an error alone, its neighbours wait for its messages until their group's timeout.
         """
         _check_batches(self, inputs, targets)
         if self.step_is_pending:
@@ -1133,11 +1109,11 @@ class Pipeline:
         post = partial(exchange, group=self.group, async_op=True)
 
         def do(action):
-            needed = self.schedule.needed.get((action, self.rank))
-            made = self.schedule.made.get((action, self.rank))
-            result = self.perform(action, tensors.pop(needed, None), action in self.reducing)
-            if made:
-                tensors[made] = result
+            needed = self.schedule.needs(action, self.rank)
+            received = [tensors.pop(transfer) for transfer in needed]
+            result = self.perform(action, action in self.reducing, *received)
+            for transfer in self.schedule.makes(action, self.rank):
+                tensors[transfer] = result
 
         for verb, subject in self.program:
             if verb == "receive":
@@ -1147,16 +1123,16 @@ class Pipeline:
                 messages[subject] = post([(tensors.pop(subject), subject.destination)], [])
             elif verb == "wait":
                 messages.pop(subject).wait()
-            elif len(subject) == 1:
-                do(*subject)
+            elif isinstance(subject, Pair):
+                self.turns.together(partial(do, subject.forward), partial(do, subject.backward))
             else:
-                self.turns.together(*[partial(do, action) for action in subject])
+                do(subject)
         self.step_is_pending = False
         self.inputs = self.targets = self.loss_arguments = ()
         return self.loss
 
-    def perform(self, action, received, reduces):
-        """Perform an action on the tensor that it needs, and return its result.
+    def perform(self, action, reduces, received=None):
+        """Perform an action on the tensor that it needs, if any, and return its result.
 
         reduces: whether it starts to reduce gradients. Inside the caller's no_sync() none does.
         """
@@ -1236,13 +1212,12 @@ def _check_schedule(schedule, stages, group):
     own_rank, num_stages = rank_and_size(group)
     # In a group that has only NCCL, all ranks must take part in the first operation, so this gather
     # must precede step().
-    rows = [list(schedule.singles_and_pairs(rank)) for rank in range(len(schedule))]
-    schedules = gather_objects((rows, schedule.routes), group)
+    schedules = gather_objects((list(schedule), schedule.routes), group)
     if any(other != schedules[0] for other in schedules):
         raise ValueError("the ranks of the group have different schedules")
     if len(schedule) != num_stages:
         raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
-    num_chunks = 1 + max(action.chunk for action in schedule[own_rank])
+    num_chunks = 1 + max(action.chunk for action in schedule.actions(own_rank))
     if len(stages) != num_chunks:
         raise ValueError(f"rank {own_rank} has {len(stages)} stages for num_chunks={num_chunks}")
     if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
@@ -1271,86 +1246,26 @@ def _check_batches(pipeline, inputs, targets):
 #     layer.hand_over = pipeline.turns.hand_over
 
 
-class PairedSchedule(Schedule):
-    """A Schedule in which some forwards take turns with the backward that follows them.
-
-    A pair begins when the inputs of both passes have arrived, and sends both results at its end.
-    Its time in simulate() is F + B, as if the passes ran one after the other.
-
-    pairs: {(F, rank): B}. Each B follows its F in the rank's row.
-    """
-
-    def __init__(self, schedule, pairs):
-        super().__init__(schedule, schedule.routes)
-        self.pairs = pairs
-        self.forwards = {(backward, rank): forward for (forward, rank), backward in pairs.items()}
-
-    def before(self, action, rank):
-        """Before the F of a pair, what both passes need must have arrived; its B then goes on."""
-        if (action, rank) in self.forwards:
-            return []
-        needed = super().before(action, rank)
-        if (action, rank) in self.pairs:
-            needed += super().before(self.pairs[action, rank], rank)
-        return needed
-
-    def after(self, action, rank):
-        """Nothing leaves after the F of a pair; what both passes make leaves after its B."""
-        if (action, rank) in self.pairs:
-            return []
-        made = super().after(action, rank)
-        if (action, rank) in self.forwards:
-            made = super().after(self.forwards[action, rank], rank) + made
-        return made
-
-    def singles_and_pairs(self, rank):
-        """Yield the rank's actions in lists, of two for a pair and of one for others."""
-        actions = iter(self[rank])
-        for action in actions:
-            together = [action]
-            if (action, rank) in self.pairs:
-                together.append(next(actions))
-            yield together
-
-
-def pair_up(schedule):
-    """Return the PairedSchedule whose pairs are each F and the B of another chunk that follows it.
-
-    dualpipe() and dualpipe_v() are made for pairs, and no rank waits forever with them. A pair pays
-    only if its passes take less time in turns than one after the other, as they do if messages take
-    long. If F <= I, the bubbles with pairs are at most what claim() returns. Otherwise they are
-    longer by up to (p/2-1)(F-I), for dualpipe_v by up to (p-1)(F-I)/2.
-
-    1F1B gets no pairs, because its F and the next B are of one chunk, on the last rank even of one
-    microbatch. For pairs, its warm-up would need 2(p-r)-1 forwards in place of p-r-1, and a rank
-    would hold twice the activations.
-    """
-    pairs = {}
-    for rank, actions in enumerate(schedule):
-        for action, following in zip(actions, actions[1:]):
-            if action.kind + following.kind == "FB" and action.chunk != following.chunk:
-                pairs[action, rank] = following
-    return PairedSchedule(schedule, pairs)
-
-
 class Turns:
     """Lets a forward and a backward take turns, so that one computes while the other's rows travel.
 
     The backward has a thread of its own, but only one of the two runs at a time. A layer that has
     posted a message calls hand_over() before it waits for it, and the call returns when the other
-    pass has come to its own next wait, or to its end. So ranks that run the same two passes post
-    their messages in the same order, and a GPU has the kernels of both in one stream. The backward
-    begins, because its first message follows hardly any work. Here, a layer of experts sends its
-    rows to experts (dispatch) and back (combine), one line after the other:
+    pass has come to its own next wait, or to its end. In a backward, autograd runs the layer and so
+    calls hand_over(): on a CPU in the backward's thread, and on a GPU in a thread that autograd has
+    for the device. While this thread waits in hand_over(), no other backward can run there. So the
+    forward must not call backward(), and two backwards cannot take turns.
+
+    Ranks that run the same two passes post their messages in the same order, and a GPU has the
+    kernels of both in one stream. The backward begins, because its first message follows hardly any
+    work. Here, a layer of experts sends its rows to experts (dispatch) and back (combine), one line
+    after the other:
 
         backward   posts combine's gradients
         forward    attention, router, posts dispatch        beside combine's gradients
         backward   experts, posts dispatch's gradients      beside dispatch
         forward    experts, posts combine                   beside dispatch's gradients
         backward   router, attention, the layer before      beside combine
-
-    On a GPU, autograd runs a backward's nodes in a thread of its own, which waits in hand_over().
-    So the forward must not call backward(), and two backwards cannot take turns.
 
     device: that of the tensors; None is PyTorch's default. Its random generators belong to the
         process, and a recomputation in the backward sets them back for a while. So each pass has
@@ -1390,30 +1305,28 @@ class Turns:
         """Let the other pass run until it hands over, or ends. Without another, return at once."""
         if self.running == 2:
             own = self.turn  # the caller's, since no other pass runs
-            self._end_turn(own)
+            self.states[own] = self._random_states()
+            self.may_run[1 - own].release()
             self._begin_turn(own)
         if self.errors:
             raise RuntimeError("the pass that takes turns with this one has failed")
 
     def _run(self, number, task, modes):
         try:
-            self._begin_turn(number)
-            if not self.errors:
-                with modes:
+            with modes:  # first, as random states are those of the thread's current device
+                self._begin_turn(number)
+                if not self.errors:
                     task()
+                self.states[number] = self._random_states()
         except BaseException as error:
             self.errors.append(error)
         self.running -= 1
-        self._end_turn(number)
+        self.may_run[1 - number].release()
 
     def _begin_turn(self, number):
         self.may_run[number].acquire()
         self.turn = number
         self._set_random_states(number)
-
-    def _end_turn(self, number):
-        self.states[number] = self._random_states()
-        self.may_run[1 - number].release()
 
     def _random_states(self):
         states = [torch.get_rng_state()]
@@ -1473,6 +1386,107 @@ def sum_replicas(stages, group=None):
             grad.add_(part.view_as(grad))
 
 
+# ---- what the schedules cost ---------------------------------------------------------------------
+#
+# claim() has formulas for the idle time of the rank that waits longest. If F, B, I and W are a
+# microbatch's times on a rank, they are derived like this:
+#
+#     naive          The other p - 1 ranks work on each microbatch, one after another.
+#     gpipe, 1f1b    The last rank waits for its first input, (p-1)F, and at the end until the last
+#                    gradient has reached rank 0, (p-1)B.
+#     interleaved    The same for chunks, which take 1/v of the time.
+#     zb-h1, zb-h2   The last rank begins at (p-1)F, and works without a pause. By the end of its
+#                    last I, it has done its work, m(F+B), but for n deferred Ws: n = p in zb-h1,
+#                    2p - 1 in zb-h2. The gradient takes (p-1)I to go through the other ranks, and
+#                    rank 0 ends with a W, at (p-1)F + m(F+B) - nW + (p-1)I + W. It began at 0, and
+#                    its own work is m(F+B), too. So it was idle for (p-1)(F+I) + W - nW.
+#     zb-v           The same with halves of F, I and W, and n = 2p - 1: (p-1)(F+I)/2 + W/2 - nW/2.
+#                    But here, the last rank pauses once. Its first gradient comes (p-1)(F+I)/2
+#                    after its forward of this microbatch, and in between it has 2(p-1) forwards of
+#                    F/2 to do. The pause, (p-1)(I-F)/2, brings the sum to (p-1)(I-W).
+#     dualpipe       The report has (p/2-1)(X + B - 3W), where X is the time of an F and a B in a
+#                    pair, at most F + B.
+#     dualpipe-v     That of dualpipe on 2p ranks, whose stages take half of the time.
+#
+# In zb-h2 and zb-v, ranks begin the next step while others finish this one. So claim() counts their
+# idle time from a rank's first to its last action only.
+
+STAGGERED = "zb-h2", "zb-v"
+
+
+class Claim(NamedTuple):
+    """What a schedule costs a rank.
+
+    bubble: the rank's idle time, in the unit of the times that claim() is given.
+    peak: the most activations that it holds at a time, from F to B or W. The unit is those of a
+        microbatch in 1/p of the model's layers.
+    holds: whether the bubble holds for these p and m.
+    """
+
+    bubble: float
+    peak: float
+    holds: bool
+
+
+def claim(
+    name, num_stages, num_microbatches, num_chunks=2, rank=0, forward=1.0, backward=2.0, weight=1.0
+):
+    """Return what a schedule of SCHEDULES costs by the formulas of its paper.
+
+    num_chunks: what the caller of interleaved() chooses. rank: the peak is largest on rank 0.
+    forward, backward, weight: a microbatch's times in all layers of a rank (dualpipe: in one
+        chunk); weight is the part of backward that is W. Experts do not defer it
+        (expert_parallel.py), so with them W is the time of the other layers' products alone. The
+        comments say for which times the bubble holds.
+
+    If m < 2p, the peak of zb-v is an upper bound.
+    """
+    p = num_stages
+    m = num_microbatches
+    v = num_chunks
+    F = forward
+    B = backward
+    W = weight
+    I = B - W
+    begun = min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)  # the warm-up, and one more chunk
+    claims = {
+        # for any times
+        "naive": Claim((p - 1) * m * (F + B), 1, True),
+        "gpipe": Claim((p - 1) * (F + B), m, True),
+        "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
+        "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
+        # if W <= F and W <= I
+        "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
+        "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
+        # if W <= F <= I
+        "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
+        # upper bounds, if F <= B and W <= I
+        "dualpipe": Claim(
+            (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
+        ),
+        "dualpipe-v": Claim((p - 1) * (F + 2 * B - 3 * W) / 2, p + 1 / 2, m >= 2 * p),
+    }
+    return claims[name]
+
+
+def pipeline_bytes(rank, num_stages, num_microbatches, microbatch_bytes):
+    """Return the bytes that a rank with one chunk sends to its neighbours in a step."""
+    boundaries = (rank < num_stages - 1) + (rank > 0)
+    return boundaries * num_microbatches * microbatch_bytes
+
+
+def measure(name, num_stages, num_microbatches):
+    """Return (bubble, peak, total time) of a simulation with F = I = W = 1, and 2 chunks if any.
+
+    Bubble and peak are the largest of any rank, and in the units of claim().
+    """
+    schedule = SCHEDULES[name](num_stages, num_microbatches)
+    v = NUM_CHUNKS[name] or 2
+    timeline = simulate(schedule, 1 / v, 2 / v, weight=1 / v)
+    bubble = max(timeline.idle if name in STAGGERED else timeline.bubble)
+    return bubble, max(timeline.peak) / v, timeline.total
+
+
 # ---- demonstration -------------------------------------------------------------------------------
 
 
@@ -1503,18 +1517,6 @@ def _demonstrate():
             _show(name, world_size, m)
             print(f"rank 0 sent {traffic.bytes()} bytes, claimed {claimed}")
             print(f"largest difference from one process's gradients: {error:.1e}\n")
-
-
-def measure(name, num_stages, num_microbatches):
-    """Return (bubble, peak, total time) of a simulation with F = I = W = 1, and 2 chunks if any.
-
-    Bubble and peak are the largest of any rank, and in the units of claim().
-    """
-    kind = SCHEDULES[name]
-    v = kind.v or 2
-    timeline = simulate(kind(num_stages, num_microbatches), 1 / v, 2 / v, weight=1 / v)
-    bubble = max(timeline.idle if kind.is_staggered else timeline.bubble)
-    return bubble, max(timeline.peak) / v, timeline.total
 
 
 PAIRED = "claimed for F and B in pairs, which send together; simulated without pairs"

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from unittest.mock import Mock, call, patch
 
@@ -329,12 +329,14 @@ def test_tensors_that_are_conjugated_or_negated_when_they_are_read_are_sent_as_t
 @on_ranks(1, 2, 3, 4)
 def test_the_plain_forms_give_the_bits_and_send_the_bytes_of_the_fast_ones():
     rank, P = rank_and_size()
-    plain = [(ring_all_reduce, "ring", P)]
-    for name, inside in _algorithms(P)[1:]:
-        options = {"ranks_per_node": inside} if name == "hierarchical" else {}
-        plain.append((partial(plain_all_reduce, algorithm=name, **options), name, inside))
-    for (run_plainly, name, inside), chunk in itertools.product(plain, (0, 32, 320)):
-        set_ranks_per_node(inside)
+    plain = [(ring_all_reduce, "ring")]
+    for name in ("naive", "direct", "ring", "recursive_doubling", "halving_doubling"):
+        if "doubling" in name and P == 3:
+            with pytest.raises(ValueError, match=f"{name} needs a power of two of ranks, not 3"):
+                plain_all_reduce(torch.ones(3), name)
+        else:
+            plain.append((partial(plain_all_reduce, algorithm=name), name))
+    for (run_plainly, name), chunk in itertools.product(plain, (0, 32, 320)):
         simple = _normal(chunk * P, dtype=torch.float32, seed=rank)
         full = simple.clone()
         _, sent = _counted(lambda: run_plainly(simple))
@@ -679,9 +681,9 @@ NAMES = {"doubling": "recursive_doubling", "halving": "halving_doubling", "nodes
 @pytest.mark.parametrize("P, ranks_per_node, on_nccl, wholes, halves", CHOICES)
 def test_the_choice_depends_on_size_and_group(P, ranks_per_node, on_nccl, wholes, halves):
     """On NCCL it is within 20% of the fastest, at 60 us per step and 50 (250 in a node) GB/s."""
-    for phases, rows in (2, wholes), (1, halves):
+    for both_phases, rows in (True, wholes), (False, halves):
         for nbytes, name in rows:
-            assert choose(nbytes, P, ranks_per_node, on_nccl, phases) == NAMES.get(name, name)
+            assert choose(nbytes, P, ranks_per_node, on_nccl, both_phases) == NAMES.get(name, name)
 
 
 @pytest.fixture
@@ -1045,6 +1047,41 @@ def test_operations_of_a_group_run_in_order_and_those_of_other_groups_do_not_wai
     for actual, expected in (x, total * P**2), (gathered, (total * P).expand(P, 7)), (y, total):
         _same(actual, expected)
     _same(z, total)
+
+
+@on_ranks(2)
+def test_a_plain_exchange_is_refused_while_operations_of_its_group_are_pending():
+    """Otherwise its messages could arrive in place of theirs."""
+    x, received, peer = torch.ones(4), torch.zeros(4), 1 - dist.get_rank()
+    with _background_held() as gate:
+        work = all_reduce(x.clone(), async_op=True)
+        try:
+            with pytest.raises(RuntimeError, match="plain_exchange.. while operations of its group"):
+                plain_exchange([(x, peer)], [(received, peer)])
+        finally:
+            gate.set()
+        work.wait()
+    plain_exchange([(x, peer)], [(received, peer)])
+    assert torch.equal(received, x)
+
+
+def test_two_threads_that_are_the_first_to_use_a_group_get_one_queue(one_of):
+    one_of(8)
+    found, both, rank_and_size = [], threading.Barrier(2), collectives.rank_and_size
+
+    def wait_for_the_other(group):
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return rank_and_size(group)
+
+    use = lambda: found.append(collectives.membership(None, "a test"))
+    with patch.object(collectives, "rank_and_size", wait_for_the_other):
+        threads = [threading.Thread(target=use) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found[0] is found[1]
 
 
 @on_ranks(2)

@@ -19,8 +19,8 @@ from expert_parallel import MoE
 from layouts import MOE_SIZES, ON_NODES, assert_trains_as_a_loop_does, make_trainer, own_batch
 from layouts import soak_but
 from pipeline import (
-    SCHEDULES, SHORT, Action, PairedSchedule, Pipeline, Schedule, Turns, claim, dualpipe_v, pair_up,
-    program, simulate,
+    SCHEDULES, SHORT, Action, Pair, Pipeline, Schedule, Turns, claim, dualpipe_v, interleaved,
+    pair_up, program, simulate,
 )
 from ranks import on_ranks, shifted, spawn
 
@@ -39,9 +39,8 @@ def test_a_pair_is_a_forward_and_the_backward_of_another_chunk_as_in_pytorchs_du
         stages = [MagicMock(stage_index=i, is_first=i == 0, **sizes) for i in (0, 2 * p - 1)]
         theirs = pipelining.ScheduleDualPipeV(stages, m, loss_fn=print).pipeline_order
         for rank in range(p):
-            steps = list(schedule.singles_and_pairs(rank))
-            assert sum(steps, []) == schedule[rank]
-            found = [step for step in steps if len(step) == 2]
+            assert schedule.actions(rank) == dualpipe_v(p, m)[rank]
+            found = [[*item] for item in schedule[rank] if isinstance(item, Pair)]
             assert all(f.kind + b.kind == "FB" and f.chunk != b.chunk for f, b in found)
             chunk_of = {rank: 0, 2 * p - 1 - rank: 1}
             pairs = [action.sub_actions for action in filter(None, theirs[rank])]
@@ -71,20 +70,26 @@ def test_paired_schedules_finish_with_the_bubble_and_the_peak_of_the_table():
 
 def test_passes_of_one_chunk_are_no_pair_and_a_pair_that_waits_for_itself_cannot_finish():
     for name in "naive", "gpipe", "1f1b", "zb-h1", "zb-h2":
-        assert not pair_up(SCHEDULES[name](3, 6)).pairs
+        assert pair_up(SCHEDULES[name](3, 6)) == SCHEDULES[name](3, 6)
+    for p, m in (1, 2), (2, 4), (4, 8), (4, 12):
+        alone = interleaved(p, m)
+        paired = pair_up(alone)
+        assert simulate(paired).total == simulate(alone).total
+        found = [sum(isinstance(item, Pair) for item in row) for row in paired]
+        assert found[-1] == 0 and all(found[:-1])
     row = [Action(kind, microbatch) for kind in "FB" for microbatch in range(2)]
     schedule = Schedule([row, row])
     simulate(schedule)
     # The B0 of this pair comes after rank 1's F1, which waits for the pair's F1.
-    schedule = PairedSchedule(schedule, {(row[1], 0): row[2]})
+    schedule = Schedule([[row[0], Pair(row[1], row[2]), row[3]], row])
     with pytest.raises(ValueError, match="cannot finish: rank 0 at F1, rank 1 at F1 waiting"):
         simulate(schedule)
 
 
 def test_a_pair_waits_for_both_inputs_and_then_sends_both_results():
     schedule = pair_up(dualpipe_v(2, 4))
-    short = lambda of: [action[:2] for action in of] if isinstance(of, list) else of.action[:2]
-    steps = lambda rank: [(verb, short(of)) for verb, of in program(schedule, rank)]
+    short = lambda verb, of: [a[:2] for a in of.actions] if verb == "do" else of.action[:2]
+    steps = lambda rank: [(verb, short(verb, of)) for verb, of in program(schedule, rank)]
     own, others = steps(0), steps(1)
     pair = ("do", [("F", 3), ("B", 1)])
     begin = own.index(pair)
@@ -212,24 +217,27 @@ def test_both_passes_have_the_modes_of_the_thread_and_on_a_gpu_its_stream_and_ge
     turns.together(modes, modes)
     assert found[-2:] == [(torch.float32, True, True)] * 2
 
-    entered = []
+    entered, inside = [], []
 
     @contextlib.contextmanager
     def stream(of):
         entered.append((of, threading.current_thread() is threading.main_thread()))
+        inside.append(threading.current_thread())
         yield
+        inside.clear()
 
     states = iter(range(100))
     fakes = {"current_stream": lambda device: f"stream of {device}", "stream": stream}
     fakes["get_rng_state"] = lambda device: next(states)
     restored = []
-    fakes["set_rng_state"] = lambda state, device: restored.append((state, str(device)))
+    is_set = lambda: threading.current_thread() in [threading.main_thread(), *inside]
+    fakes["set_rng_state"] = lambda state, device: restored.append((state, str(device), is_set()))
     turns = Turns("cuda:1")
     with patch.multiple(torch.cuda, **fakes):
         turns.together(turns.hand_over, lambda: None)
     assert entered == [("stream of cuda:1", False)]
-    # the backward's at its begin; the forward's at its begin and at its end
-    assert restored[0] == (1, "cuda:1") and restored[1] == (0, "cuda:1") and len(restored) == 3
+    # the backward's at its begin, inside its stream; the forward's at its begin and at its end
+    assert restored[:2] == [(1, "cuda:1", True), (0, "cuda:1", True)] and len(restored) == 3
 
 
 def test_device_0_is_an_accelerator_and_not_the_default_device():

@@ -19,7 +19,7 @@ import rehearse
 from claims import RUNS, predicted
 from gpu_counts import fused_rms_norm
 from models import GPUS, MODELS, Gpu
-from pipeline import SCHEDULES, pair_up, simulate
+from pipeline import NUM_CHUNKS, SCHEDULES, Pair, pair_up, simulate
 from plan import Layout, Share
 from ranks import PROJECT
 from sequence_parallel import recomputation_bytes
@@ -324,7 +324,7 @@ def test_a_rank_keeps_as_many_microbatches_as_its_schedule_has_in_flight(name):
     held = lambda layers, **sizes: plan.memory_of(config(layers), Layout(**sizes))["activations"]
     kept = (held(32) - held(16)) / 16
     for p, m in itertools.product((2, 4, 6), (1, 2, 4)):
-        v = SCHEDULES[name].v or 2
+        v = NUM_CHUNKS[name] or 2
         own = 2 if name == "dualpipe" else 1
         schedule, change = SCHEDULES[name](p, 2 * m * p), {"F": 1, "I": 0, "B": -1, "W": -1}
         held_by = lambda place: itertools.accumulate(change[of.kind] for of in schedule[place])
@@ -340,7 +340,7 @@ def test_the_last_stage_keeps_the_logits_of_as_many_microbatches_as_it_has_in_fl
     V, change = 10**6, {"F": 1, "I": 0, "B": -1, "W": -1}
     for p, m in (2, 4), (4, 8), (4, 16):
         schedule = SCHEDULES[name](p, m)
-        layout = Layout(pp=p, microbatches=m, schedule=name, chunks=SCHEDULES[name].v or 2)
+        layout = Layout(pp=p, microbatches=m, schedule=name, chunks=NUM_CHUNKS[name] or 2)
         config = lambda size: hybrid.GPTConfig(24 * p, 64, 4, 512, size)
         held = lambda size: plan.memory_of(config(size), layout)["activations"]
         place, chunk = schedule.routes[0][-1]
@@ -355,7 +355,7 @@ def test_the_bubble_of_a_step_agrees_with_the_simulator(name):
     config, gpu = hybrid.GPTConfig(48, 64, 4, 32, 1), Gpu(1e-6, 80, 1e30, 1e30, 1e30, 1.0, 1.0)
     (forward, backward, weight), _ = plan.works(config, gpu, Layout())
     for p, m in itertools.product((2, 4, 6), (2, 4)):
-        v = SCHEDULES[name].v or 2
+        v = NUM_CHUNKS[name] or 2
         times = [48 / p / v * time for time in (forward[0], backward[0])]
         timeline = simulate(SCHEDULES[name](p, m * p), *times, weight=48 / p / v * weight)
         layout = Layout(pp=p, microbatches=m * p, schedule=name, chunks=v)
@@ -371,10 +371,10 @@ def test_overlap_hides_experts_messages_behind_compute_in_pairs(name):
     config, gpu = hybrid.GPTConfig(48, 1024, 8, 512, 1, experts=8), GPUS["h100"]
     for p, m in (2, 4), (4, 8), (4, 20), (8, 16), (16, 120):
         schedule = pair_up(SCHEDULES[name](p, m))
-        pairs = [sum(place == rank for _, place in schedule.pairs) for rank in range(p)]
-        passes = sum(action.kind == "F" for action in schedule[0])
+        pairs = [sum(isinstance(item, Pair) for item in row) for row in schedule]
+        passes = sum(action.kind == "F" for action in schedule.actions(0))
         paired = min(pairs) / passes
-        layout = Layout(pp=p, dp=8, ep=8, microbatches=m, schedule=name, chunks=SCHEDULES[name].v)
+        layout = Layout(pp=p, dp=8, ep=8, microbatches=m, schedule=name, chunks=NUM_CHUNKS[name])
         for speed in 1e3, 1:  # GB/s; the messages take less time than compute, and more
             link = gpu._replace(node=speed, network=speed)
             alone, beside = (

@@ -49,20 +49,20 @@ def exercise(module, checked, helpers=(), sizes=SIZES):
 # ---- collectives.py ------------------------------------------------------------------------------
 
 
-def all_reduces(mine, group, algorithm, rule, **options):
+def all_reduces(mine, group, algorithm, rule):
     rank, P = rank_and_size(group)
     everyone = [torch.randint(-9, 10, (P, *shape)).float() for shape in ((P, 65536), (5,))]
     long, short = (tensor[rank].clone() for tensor in everyone)
     sums = [tensor.sum(0) for tensor in everyone]
     with watched("all_reduce") as traffic:
-        mine(long, group=group, **options)
+        mine(long, group=group)
     if all(gathered(long.equal(sums[0]), group)):
         with watched("all_reduce"):
-            mine(short, group=group, **options)
+            mine(short, group=group)
     for found, expected, of_ranks in zip((long, short), sums, everyone):
         mistakes = [(of_ranks[rank], "it is as it was before the call")]
         check_same(f"the tensor of {found.numel():,} elements", found, expected, P, mistakes)
-    _, expected = all_reduce_cost(algorithm, long.nbytes, P, rank=rank, **options)
+    _, expected = all_reduce_cost(algorithm, long.nbytes, P, rank=rank)
     return check_bytes(traffic.bytes(), expected, P, f"{rule} {long.nbytes:,}")
 
 
@@ -111,10 +111,8 @@ def plain_all_to_all(mine, group):
 
 @exercise("collectives", "sums, and bytes of the algorithm that `algorithm` names by default")
 def plain_all_reduce(mine, group):
-    _, P = rank_and_size(group)
     name = inspect.signature(mine).parameters["algorithm"].default
-    options = {"ranks_per_node": math.gcd(P, 2)} if name == "hierarchical" else {}
-    return all_reduces(mine, group, name, f"by all_reduce_cost() of {name!r} for", **options)
+    return all_reduces(mine, group, name, f"by all_reduce_cost() of {name!r} for")
 
 
 # ---- ddp.py --------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 8 tests/tools/plain_train.py --pp 2 --tp 2        # dp is 8 / (2 x 2)
 
---mine FILE trains with the functions that FILE defines in the place of ours, such as plain_step,
-one_f_one_b_step, split_mlp or split_attention. ring_all_reduce takes the place of all_reduce() in
-plain_step(). The one process computes its loss without any of them.
+--mine FILE trains with FILE's functions in the place of those in USED, and says which.
+ring_all_reduce takes the place of all_reduce() in plain_step(). The one process computes its loss
+without any of them.
 """
 
 import argparse
@@ -18,35 +18,38 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 
 import torch
 
-import expert_parallel
 import hybrid
-import pipeline
 import tensor_parallel
 from collectives import rank_and_size, run_ranks
 from judging import functions_of
 from layouts import leaves_of, loss_by_one_process
 
-MODULES = hybrid, pipeline, tensor_parallel, expert_parallel
+MODULES = hybrid, tensor_parallel
+USED = ["plain_step", "one_f_one_b_step", "split_attention", "split_mlp", "column_linear"]
+USED += ["row_linear", "ring_all_reduce"]  # by plain_step(), and in it
 SIZES = {"V": 256, "T": 64, "D": 128, "layers": 4}
 HEADS = 4
 BATCH = 8
 
 
 def use_functions_of(path):
-    """Replace functions of the modules by those of the same names in a file."""
-    for name, function in functions_of(path).items():
-        if name == "ring_all_reduce":
-            name = "all_reduce"
+    """Replace functions in USED by those of the same names in a file. Return their names."""
+    found = {name: of for name, of in functions_of(path).items() if name in USED}
+    for name, function in found.items():
+        place = "all_reduce" if name == "ring_all_reduce" else name
         for module in MODULES:
-            if hasattr(module, name):
-                setattr(module, name, function)
+            if hasattr(module, place):
+                setattr(module, place, function)
+    return [*found]
 
 
 def train(pp, tp, microbatches, steps, mine):
     """Return (loss, loss of one process) of each step. Rank 0 prints them."""
-    if mine:
-        use_functions_of(mine)
     rank, world_size = rank_and_size()
+    if mine:
+        used = use_functions_of(mine)
+        if rank == 0:
+            print(f"of {mine}, plain_step() uses {', '.join(used) or 'nothing'}", flush=True)
     groups = hybrid.plain_groups(pp, world_size // (pp * tp), tp)
     torch.manual_seed(0)
     whole = hybrid.plain_weights(**SIZES)

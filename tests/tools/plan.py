@@ -44,7 +44,7 @@ import hybrid
 from expert_parallel import expert_parallel_bytes
 from hybrid import GPTConfig, flops_of_head, forward_flops
 from models import GPUS, MODELS
-from pipeline import SCHEDULES, WeightGradStore, claim
+from pipeline import NUM_CHUNKS, SCHEDULES, WeightGradStore, claim
 from progress import progress
 from sequence_parallel import activation_bytes, context_parallel_bytes
 from zero import zero_memory, zero_rounds
@@ -562,7 +562,7 @@ def pipelines_of(args, piece):
     for name in args.fixed.get("schedule", names):
         if claim(name, p, piece.microbatches).holds:
             chosen = args.fixed.get("chunks", range(2, 9))
-            for v in chosen if SCHEDULES[name].v is None else [SCHEDULES[name].v]:
+            for v in chosen if NUM_CHUNKS[name] is None else [NUM_CHUNKS[name]]:
                 if p * v <= args.layers + 2:
                     overlap = name in CAN_OVERLAP and piece.ep > 1
                     yield piece._replace(schedule=name, chunks=v, overlap=overlap)
@@ -665,7 +665,7 @@ def mfu(plan, args):
 def line_of(plan, args):
     """Return the line of a Plan under HEADER."""
     of, reached = plan.layout, mfu(plan, args)
-    name = f"{of.schedule} {of.chunks}" if SCHEDULES[of.schedule].v is None else of.schedule
+    name = f"{of.schedule} {of.chunks}" if NUM_CHUNKS[of.schedule] is None else of.schedule
     if of.overlap:
         name += " overlap"
     line = f"{of.tp:2} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:18}"

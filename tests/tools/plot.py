@@ -80,15 +80,15 @@ def draw_schedule(name, num_stages, num_microbatches, overlap=False):
         y = 34 + ROW * rank
         parts.append(text(10, y + 18, f"rank {rank}"))
         parts.append(rectangle(LEFT, y, SLOT * int(timeline.total), ROW, OF_ACTIONS["idle"]))
-        for together in schedule.singles_and_pairs(rank):
-            first, last = together[0], together[-1]
+        for item in schedule[rank]:
+            first, last = item.actions[0], item.actions[-1]
             begin = timeline.start[rank][first]
             slots = timeline.end[rank][last] - begin
             kind = first.kind if first is last else "pair"
             used.add(kind)
             x = LEFT + SLOT * begin
             parts.append(rectangle(x, y, SLOT * slots, ROW, OF_ACTIONS[kind]))
-            numbers = "+".join(str(action.microbatch) for action in together)
+            numbers = "+".join(str(action.microbatch) for action in item.actions)
             weight = "bold" if first.chunk else "normal"
             middle = x + SLOT * slots / 2
             parts.append(text(middle, y + 18, numbers, "middle", font_weight=weight))
@@ -99,7 +99,7 @@ def draw_schedule(name, num_stages, num_microbatches, overlap=False):
             parts.append(rectangle(x, y, 14, 14, color))
             parts.append(text(x + 20, y + 12, MEANINGS[kind]))
             x += 40 + 7 * len(MEANINGS[kind])
-    if any(action.chunk for actions in schedule for action in actions):
+    if any(action.chunk for rank in range(num_stages) for action in schedule.actions(rank)):
         parts.append(text(x, y + 12, "bold: a rank's second chunk of layers"))
         x += 240
     return picture(max(width, x), y + 26, parts)
