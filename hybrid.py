@@ -1598,6 +1598,9 @@ def train(args, device):
 
 
 # ---- errors --------------------------------------------------------------------------------------
+#
+# If one rank raises an error, the others wait for it in their next collective. on_all_ranks() makes
+# it an error of all ranks, with the same text and exit status.
 
 
 class TrainingError(Exception):
@@ -1618,6 +1621,7 @@ def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
     """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective.
 
     To fail is to raise OSError, ValueError, or what torch.distributed.checkpoint raises.
+    prefix, status: those of the TrainingError. group: the ranks, by default all.
     """
     fault = None
     try:
