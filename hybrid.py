@@ -2447,7 +2447,8 @@ def settings_of(optimizer):
                     value = value.shape
                 elif isinstance(value, torch.optim.Optimizer):
                     value = len(value.state)
-                settings.append((number, name, value))
+                if not isinstance(value, bool):  # fused SGD notes that it has taken a step
+                    settings.append((number, name, value))
     return settings
 
 

@@ -724,7 +724,7 @@ DAMAGED = [
     ("SHA256SUMS", "gone", "No such file"),
     ("SHA256SUMS", "flipped", f"run.json {CHANGED}"),
     ("SHA256SUMS", "flipped first", CHANGED),
-    ("SHA256SUMS", "cut", f"run.json {CHANGED}"),
+    ("SHA256SUMS", "cut", "Is a directory"),  # a digest without a name
 ]
 
 
