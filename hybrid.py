@@ -2132,13 +2132,10 @@ def write_checkpoint(state, path, run, group):
     own = on_all_ranks(digests_of, files, **options)
     digests = dict(ChainMap(*gather_objects(own, group)))
     on_all_ranks(commit, run, partial_path, path, digests, **options)
-    if dist.get_rank() == 0:  # no rank waits for this
-        for old in path.parent.glob("step_*.partial"):  # also of saves that were killed
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def commit(run, partial_path, path, digests):
-    """On rank 0, complete a checkpoint and rename it. All but the last --keep become partial."""
+    """On rank 0, complete a checkpoint, rename it to `path`, and delete all but the last --keep."""
     if dist.get_rank() != 0:
         return
     write_run(partial_path, run, digests | digests_of([partial_path / ".metadata"]))
@@ -2146,6 +2143,8 @@ def commit(run, partial_path, path, digests):
     partial_path.rename(path)
     for old in checkpoints_of(path.parent)[: -run["keep"]]:
         old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
+    for old in path.parent.glob("step_*.partial"):  # including those of saves that were killed
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def checkpoints_of(folder):
