@@ -882,11 +882,10 @@ def test_a_folder_that_ranks_do_not_share_is_refused_before_the_first_step(tmp_p
     """It may exist on each node, and have the lock of a former run."""
     folder = tmp_path / f"of rank {dist.get_rank()}"
     hybrid.claim(folder).close()
-    no_step = patch.object(hybrid.Trainer, "step", None)
-    with no_step:
+    with patch.object(hybrid.Trainer, "step", None):
         status, line = _end("--dp 2", folder)
-    prefix = f"--checkpoint {folder}: rank 1: "
-    assert status == 2 and line == f"{prefix}it is not the folder that rank 0 uses: all nodes must share it"
+    fault = "it is not the folder that rank 0 uses: all nodes must share it"
+    assert status == 2 and line == f"--checkpoint {folder}: rank 1: {fault}"
 
 
 @on_ranks(1)
