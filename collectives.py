@@ -65,7 +65,7 @@ def plain_exchange(sends, receives, group=None):
 
     sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
     of ranks must post the messages between them in the same order, in the same batches, with equal
-    sizes. Empty tensors are not sent. A tensor with gaps in memory raises ValueError. On gloo,
+    sizes. Empty tensors are not sent. Others that are not contiguous raise ValueError. On gloo,
     operations that are pending in the group raise RuntimeError; exchange() works beside them.
     """
     require_memory(sends, receives)
@@ -92,7 +92,7 @@ def require_memory(sends, receives):
         if not is_memory(tensor):
             what = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
             view = ", conjugated or negated" if tensor.is_contiguous() else ""
-            raise ValueError(f"a message to or from rank {peer} is a view of {what}{view}")
+            raise ValueError(f"not contiguous: a message to or from rank {peer} is of {what}{view}")
 
 
 # ---- the idea: a sum travels around a ring -------------------------------------------------------

@@ -14,8 +14,9 @@ that order, and each bucket is reduced as soon as its last gradient has been com
     network                           | bucket 0: 4, 3    | bucket 1: 2, 1    |
 
 A rank holds   all parameters, gradients and optimizer state: 16 bytes per parameter with Adam in
-               fp32, and as many with 16-bit weights, which zero.py divides among ranks. The buckets
-               take the size of the gradients once more, unless gradient_as_bucket_view is set
+               fp32, and as many with 16-bit weights (zero.py divides these bytes among ranks).
+               The buckets take the size of the gradients once more, unless gradients are views of
+               them (gradient_as_bucket_view)
 It sends       per step 2 (P-1)/P times the size of its gradients, in one all-reduce per bucket
 Overlap        backward can hide the reduction of every bucket except the last
 PyTorch's      DistributedDataParallel does the same; differences are listed after the class below
@@ -31,7 +32,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from collectives import (
     ALIGNMENT, ReduceOp, all_reduce, all_reduce_bytes, any_rank, broadcast, check_parameters,
@@ -113,12 +113,15 @@ def backward_in_buckets(loss, buckets):
 #     Bucket                           below
 #     packs gradients when complete    each gradient has a slot in a tensor that      GradBucket
 #                                      lasts, and .grad may be this slot
+#     divides the sum by P             divides gradients by P before the sum, so      GradBucket
+#                                      that it does not overflow in fp16
 #     starts an all-reduce             starts any kind of sum                         GradientSum
 #     starts it when complete          starts it after those of earlier buckets       Reducer
 #     waits for every gradient         a gradient that does not come counts as 0      Reducer
-#     finishes when told to            finishes when backward ends                    the wrapper
+#     finishes when told to            finishes at the end of the outermost backward  the wrapper
 #
-# Buffers and checks come last and can be skipped.
+# All of it comes together in DistributedDataParallel. Buffers come after it and can be skipped, and
+# so can the last floor, with checks and other functions that zero.py and hybrid.py use, too.
 
 # ---- tensors in one flat tensor ------------------------------------------------------------------
 
@@ -156,12 +159,21 @@ class FlatLayout:
         return flat
 
 
-def gradient_bytes(parameter):
-    """Return how many bytes of a bucket the parameter's gradient and its padding take."""
-    return aligned(parameter.numel()) * grad_dtype(parameter).itemsize
+def copy_all(targets, sources):
+    """Copy each source into its target, with one kernel unless a target is a conjugated view."""
+    if any(target.is_conj() or target.is_neg() for target in targets):
+        for target, source in zip(targets, sources):
+            target.copy_(source)
+    else:
+        torch._foreach_copy_(targets, sources)
 
 
 # ---- gradients in buckets ------------------------------------------------------------------------
+
+
+def gradient_bytes(parameter):
+    """Return how many bytes of a bucket the parameter's gradient and its padding take."""
+    return aligned(parameter.numel()) * grad_dtype(parameter).itemsize
 
 
 def fill_buckets(parameters, cap_bytes, kind):
@@ -172,16 +184,18 @@ def fill_buckets(parameters, cap_bytes, kind):
     kind: a function; two parameters share a bucket only if it returns the same for both.
     """
     buckets = []
-    filling = {}  # {kind(parameter): (the last bucket of this kind, the bytes that still fit)}
+    filling = {}  # {kind: the bucket of this kind that is being filled}
+    room = {}  # {kind: how many bytes still fit into it}
     for parameter in parameters:
+        its_kind = kind(parameter)
         nbytes = gradient_bytes(parameter)
-        bucket, room = filling.get(kind(parameter), (None, -1))
-        if nbytes > room:
-            bucket = []
-            buckets.append(bucket)
-            room = cap_bytes
-        bucket.append(parameter)
-        filling[kind(parameter)] = bucket, room - nbytes
+        if its_kind not in filling or nbytes > room[its_kind]:
+            filling[its_kind] = []
+            room[its_kind] = cap_bytes
+            buckets.append(filling[its_kind])
+        filling[its_kind].append(parameter)
+        room[its_kind] -= nbytes
+    # a bucket is complete with its last gradient; those of several kinds were filled side by side
     position = {parameter: i for i, parameter in enumerate(parameters)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
@@ -189,26 +203,8 @@ def fill_buckets(parameters, cap_bytes, kind):
 class GradientSum:
     """How a bucket is summed over its group: by an all-reduce.
 
-    DistributedDataParallel takes any other object with these two methods, for example one that
-    halves the bytes:
-
-        class Fp16Sum:
-            def start(self, flat, group):
-                compressed = flat.half()
-                return flat, compressed, all_reduce(compressed, group=group, async_op=True)
-
-            def wait(self, started):
-                flat, compressed, work = started
-                work.wait()
-                flat.copy_(compressed)
-
-    All ranks call start() in the same order, mostly while backward runs, and then wait() once for
-    each start, in that order. The gradients are already divided by the divisor. The result must
-    have the same bits on all ranks, or their weights differ from then on, which nothing here sees.
-    A bucket passes the same tensor in every round, so an object can keep state by it, such as an
-    error that a compression has left. No checkpoint holds this state. zero.py does not take such an
-    object. PyTorch's register_comm_hook() takes one function instead, which divides by itself and
-    returns a Future of the result.
+    DistributedDataParallel takes another object with these two methods in its place, such as one
+    that compresses gradients: see "another kind of sum" below.
     """
 
     def start(self, flat, group):
@@ -224,8 +220,9 @@ class GradBucket:
     """A Bucket whose flat tensor lasts, with a slot in it for each gradient.
 
     slots: {parameter: the view of the flat tensor that its gradient fills}.
+    divisor: the number by which each gradient is divided before the sum.
     as_views: whether each slot becomes its parameter's .grad; otherwise sums are copied to .grad.
-    missing: the parameters whose gradients are still to come.
+    missing: the parameters whose gradients are still to come. The Reducer sets it.
     """
 
     def __init__(self, parameters, group, divisor, as_views, gradient_sum):
@@ -253,7 +250,13 @@ class GradBucket:
 
     @torch.no_grad()
     def sum_gradients(self):
-        """Begin to sum the gradients, yield True (to Reducer), and wait for the sum."""
+        """Sum the gradients over the group: a generator, as a sum has two halves.
+
+            sums = bucket.sum_gradients()
+            next(sums, False)    begins the sum and returns True: it is under way
+            ...                  backward goes on, and other buckets begin
+            next(sums, False)    waits for the sum and returns False: it has ended
+        """
         for parameter, slot in self.slots.items():
             self.take(parameter, slot)
         started = self.gradient_sum.start(self.flat, self.group)
@@ -264,6 +267,9 @@ class GradBucket:
                 raise RuntimeError("a hook or a second wrapper replaced .grad while it was reduced")
         if not self.as_views:
             copy_all([p.grad for p in self.slots], list(self.slots.values()))
+
+
+# ---- sums in one order ---------------------------------------------------------------------------
 
 
 class Reducer:
@@ -282,17 +288,11 @@ class Reducer:
         finish()                          0 1 2     a missing gradient counts as zero
                                                     all sums have ended
 
-    A sum is a generator, which yields True while its message is under way.
+    order: the buckets, in the order in which their sums begin.
+    queue: those whose sums have not begun in this round.
+    under_way: (bucket, its sum_gradients()) pairs, whose sums have begun and not ended.
 
-    order: the buckets. Each has `slots`, a dict of its parameters, a set `missing` of those whose
-        gradients are not final, and the generator sum_gradients().
-    queue: those, in this order, whose sums have not begun in this round.
-    under_way: (bucket, its generator) pairs, whose sums have begun.
-    frees_early: whether the sums under way are waited for before another one begins.
-
-    zero.py passes units in place of buckets. A unit's sum may begin a second message, for replicas
-    of its shards, and yield again. With frees_early, units free their gradients when their sums
-    end. Buckets last, so all their sums may be under way at once.
+    The arguments `under_way` and `frees_early` are for zero.py, see the end of the class.
     """
 
     def __init__(self, order, under_way=None, frees_early=False):
@@ -306,7 +306,11 @@ class Reducer:
         return not self.queue and not self.under_way
 
     def start(self, awaited=()):
-        """Start a round. Only gradients of the `awaited` parameters are still to be computed."""
+        """Start a round. Only gradients of the `awaited` parameters are still to be computed.
+
+        They are those of all parameters when backward begins, of some if other passes have computed
+        the rest, or of none.
+        """
         self.queue = deque(self.order)
         awaited = set(awaited)
         for bucket in self.order:
@@ -318,27 +322,11 @@ class Reducer:
         bucket.missing.discard(parameter)
         self._begin_complete()
 
-    def complete(self, buckets):
-        """Declare these buckets' gradients final, and begin sums from the front of the queue."""
-        for bucket in buckets:
-            bucket.missing.clear()
-        self._begin_complete()
-
     def _begin_complete(self):
         while self.queue and not self.queue[0].missing:
             bucket = self.queue.popleft()
-            if self.frees_early:
-                self.advance()
-            while any(other is bucket for other, _ in self.under_way):  # only in zero.py
-                self.advance()
+            self._wait_for_earlier(bucket)
             sums = bucket.sum_gradients()
-            if next(sums, False):
-                self.under_way.append((bucket, sums))
-
-    def advance(self):
-        """Wait for a message of each sum under way. Let it begin its next one, if there is one."""
-        for _ in range(len(self.under_way)):
-            bucket, sums = self.under_way.popleft()
             if next(sums, False):
                 self.under_way.append((bucket, sums))
 
@@ -348,10 +336,94 @@ class Reducer:
         while self.under_way:
             self.advance()
 
+    def complete(self, buckets):
+        """Declare these buckets' gradients final, and begin sums from the front of the queue."""
+        for bucket in buckets:
+            bucket.missing.clear()
+        self._begin_complete()
+
+    def advance(self):
+        """Resume each sum under way: it waits for its message and, unless it yields again, ends."""
+        for _ in range(len(self.under_way)):
+            bucket, sums = self.under_way.popleft()
+            if next(sums, False):
+                self.under_way.append((bucket, sums))
+
+    # -- for zero.py
+    #
+    # It passes units in place of buckets: a layer's parameters, say. Buckets last, so the sums of
+    # all of them may be under way at once. A unit's gradients are freed when its sum ends. So
+    # zero.py sets frees_early, with which the sums under way are waited for before another begins.
+    # Several wrappers may share one deque `under_way`, so that each also waits for the sums of the
+    # others. A unit may send a second message, to replicas of its shard. Then its sum yields twice,
+    # and may still be under way when the next round reaches the unit.
+
+    def _wait_for_earlier(self, bucket):
+        """Wait for sums under way, if frees_early. An earlier sum of the same unit must end."""
+        if self.frees_early:
+            self.advance()
+        while any(other is bucket for other, _ in self.under_way):
+            self.advance()
+
+
+# ---- when a round ends ---------------------------------------------------------------------------
+#
+# A round is one pass of the Reducer over all buckets. It begins with the first gradient of a
+# backward, and must end when that backward ends: the optimizer steps next, and a gradient that has
+# not come by then counts as zero. So at its first gradient, a round asks autograd to call a
+# function when the running backward ends.
+#
+# But a backward may run inside another one. When backward reaches a reentrant checkpoint, it runs
+# the layers in it forward again, and an inner backward through them. Then it goes on with the
+# layers below. Autograd takes the inner one for the running one, and each of them has an end. For
+# layers 1 to 4, of which a reentrant checkpoint holds 2 and 3:
+#
+#     no checkpoint       4   3   2   1   end: the round ends
+#                         asks
+#
+#     checkpoint          4   [ checkpoint ]   1   end: the round ends
+#                         asks  3   2   end
+#
+#     layer 4 is frozen       [ checkpoint ]   1   end: the round ends
+#                               3   2   end: passes the request on to the outer backward
+#                               asks
+#
+#     no batch            finish_grad_sync() begins a round and ends it
+#
+# So the round ends with the outermost backward. With wait_in_backward=False, and in a round of
+# start_grad_sync(), nothing asks, and finish_grad_sync() ends it.
+
 
 def at_end_of_backward(function):
     """Call function() when the running backward ends; one inside another has an end of its own."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # private; nothing public
+
+
+def at_end_of_outermost_backward(function):
+    """Call function() when the running backward ends and those have ended in which it runs."""
+
+    def end():
+        outer_node = torch._C._current_autograd_node()  # private; nothing public
+        if outer_node is None:
+            function()
+            return
+        # An inner backward has run in this node, which is a checkpoint's, say. Autograd takes it
+        # for the running one until it has ended. So the next nodes ask, when the outer one goes on.
+        for node, _ in outer_node.next_functions:
+            if node is not None:
+                before_node(node, lambda: at_end_of_outermost_backward(function))
+
+    at_end_of_backward(end)
+
+
+def before_node(node, function):
+    """Call function() once, before a backward runs this node of the graph."""
+
+    def hook(_):
+        handle.remove()  # some nodes serve several backwards, such as a leaf's
+        function()
+
+    handle = node.register_prehook(hook)
 
 
 # ---- the wrapper ---------------------------------------------------------------------------------
@@ -360,19 +432,19 @@ def at_end_of_backward(function):
 class DistributedDataParallel(nn.Module):
     """Wrap a module so that `loss.backward()` averages its gradients over the group.
 
-    The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
-    backward() that computes the gradient of any parameter also reduces all gradients, except inside
-    no_sync(), which sets require_backward_grad_sync to False. A rank whose loss uses no parameter
-    at all, or that has no batch, calls finish_grad_sync() instead of backward(), and takes the
-    optimizer's step, too. A parameter that no rank's loss uses gets a zero gradient instead of
-    None, so weight decay and momentum still change it.
-
         model = DistributedDataParallel(net)
         optimizer = torch.optim.AdamW(model.parameters())
         for x, target in batches:  # this rank's part of each batch
             optimizer.zero_grad()
             loss_fn(model(x), target).backward()
             optimizer.step()
+
+    The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
+    backward() that computes the gradient of any parameter also reduces all gradients, except inside
+    no_sync(), which sets require_backward_grad_sync to False. A rank whose loss uses no parameter
+    at all, or that has no batch, calls finish_grad_sync() instead of backward(), and takes the
+    optimizer's step, too. A parameter that no rank's loss uses gets a zero gradient instead of
+    None, so weight decay and momentum still change it.
 
     Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
     this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
@@ -384,24 +456,26 @@ class DistributedDataParallel(nn.Module):
         after backward() gradients take memory once. A later backward() overwrites a .grad that a
         script has saved without clone().
     gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
-        it to 1 if the ranks' losses add up to the loss of the whole batch. If you do, call
-        zero_grad() after each step, or a sum left in .grad will be reduced again and grow P-fold.
-        For example, the mean over all targets, of which ranks may have unlike numbers:
+        it to 1 if the ranks' losses add up to the loss of the whole batch, such as the mean over
+        all targets, of which ranks may have unlike numbers:
 
             counted = (target != -100).sum()  # in all microbatches of the step
             all_reduce(counted, group=group)
             loss = F.cross_entropy(logits, target, reduction="sum") / counted
 
+        Then call zero_grad() after each step. A .grad that holds the sum of a former step has it
+        on all ranks, and the next backward() would add it up P times. (A mean stays as it is.)
     wait_in_backward: if False, backward() starts reductions and finish_grad_sync() waits for them.
     groups: {parameter: group} for parameters that only a subset of process_group replicates, such
         as those of an expert (expert_parallel.py). The divisor is the same for all parameters.
-    gradient_sum: an object that sums a bucket, by default GradientSum(), whose docstring says how
-        to write another kind. It takes the place of PyTorch's register_comm_hook().
+    gradient_sum: an object that sums a bucket, by default GradientSum(). Another kind takes the
+        place of PyTorch's register_comm_hook().
     device_ids, output_device, find_unused_parameters, static_graph: accepted for compatibility.
         Inputs are not moved to a device, and unused parameters are always found.
 
     The constructor raises ValueError on every rank if the ranks' modules differ, or if the group
-    holds ranks over which tensor_parallel.py has split a parameter.
+    holds ranks over which tensor_parallel.py has split a parameter. It also raises ValueError if
+    trained parameters are on several devices.
     forward() raises RuntimeError on every rank if a buffer differs between ranks in shape or dtype,
     and on this one if reductions are under way, as after a backward() that failed, unless
     wait_in_backward is False.
@@ -421,39 +495,35 @@ class DistributedDataParallel(nn.Module):
         self.process_group = process_group
         self.broadcast_buffers = broadcast_buffers
         self.wait_in_backward = wait_in_backward
+        self.require_backward_grad_sync = True
+        cap_bytes = bucket_cap_mb * 2**20
         group_of = lambda parameter: (groups or {}).get(parameter, process_group)
+
+        # all replicas start from the same parameters and buffers
         named = not_ignored(module, module.named_parameters())
         buffers = not_ignored(module, module.named_buffers())
         check_and_copy(module, named, buffers, lambda p: [group_of(p)], [process_group])
         for _, parameter in named:
             broadcast_first([parameter], group_of(parameter))
-        self._replicated = ReplicatedBuffers(module, process_group, bucket_cap_mb * 2**20)
-        divisor = gradient_divide_factor or dist.get_world_size(process_group)
-        # from the last layer to the first, as backward computes them
+        self._replicated = ReplicatedBuffers(module, process_group, cap_bytes)
+
+        # from the last layer to the first, as backward computes their gradients
         parameters = [p for _, p in named if p.requires_grad][::-1]
+        check_device(parameters)
         kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
-        filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
-        how = {
-            "divisor": divisor,
-            "as_views": gradient_as_bucket_view,
-            "gradient_sum": gradient_sum or GradientSum(),
-        }
-        self.buckets = [GradBucket(bucket, group_of(bucket[0]), **how) for bucket in filled]
+        divisor = gradient_divide_factor
+        if divisor is None:
+            divisor = dist.get_world_size(process_group)
+        how = divisor, gradient_as_bucket_view, gradient_sum or GradientSum()
+        filled = fill_buckets(parameters, cap_bytes, kind)
+        self.buckets = [GradBucket(bucket, group_of(bucket[0]), *how) for bucket in filled]
         self.reducer = Reducer(self.buckets)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self._dtypes = {p: grad_dtype(p) for p in parameters}
-        self.require_backward_grad_sync = True
-        self._expects_backward = self._ends_with_backward = False
-        for parameter in self._bucket_of:
+        self._expects_backward = False  # from a forward() in grad mode to finish_grad_sync()
+        self._left_by_round = None  # versions() of the gradients when the last round ended
+        for parameter in parameters:  # they may outlive the wrapper, and must not keep its buckets
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-
-    # What the wrapper remembers between two calls:
-    #
-    #     reducer.is_idle       False in a round: from its first gradient, or start_grad_sync(), to
-    #                           finish_grad_sync(), which the end of backward may call
-    #     _ends_with_backward   whether it does: wait_in_backward, but False after start_grad_sync()
-    #     _expects_backward     True from a forward() in grad mode, whose gradients the other ranks
-    #                           await, to finish_grad_sync()
 
     def forward(self, *args, **kwargs):
         if self.wait_in_backward:
@@ -461,23 +531,7 @@ class DistributedDataParallel(nn.Module):
         self._broadcast_buffers()
         self._replicated.may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._expects_backward = self._expects_backward or torch.is_grad_enabled()
-        outputs = self.module(*args, **kwargs)
-        self._end_with_outermost_backward(outputs)
-        return outputs
-
-    def _end_with_outermost_backward(self, outputs):
-        """Let the round end with the backward that reaches the outputs, or that runs this forward.
-
-        All gradients may be computed by backwards inside it, of reentrant checkpoints.
-        """
-        if not (self.wait_in_backward and torch.is_grad_enabled()):
-            return
-        end = weakly(self._end_backward)
-        if torch._C._current_autograd_node() is not None:  # a checkpoint around the module
-            at_end_of_backward(end)
-        for x in tree_leaves(outputs):
-            if torch.is_tensor(x) and x.grad_fn is not None:  # a leaf would collect hooks
-                x.register_hook(lambda _: at_end_of_backward(end))
+        return self.module(*args, **kwargs)
 
     def no_sync(self):
         """Accumulate gradients locally; the next backward() outside reduces their sum."""
@@ -494,21 +548,68 @@ class DistributedDataParallel(nn.Module):
             return
         if self.reducer.is_idle:  # this gradient is the first one of its backward
             self._start(awaited=self._bucket_of)
-            self._ends_with_backward = self.wait_in_backward
+            if self.wait_in_backward:
+                at_end_of_outermost_backward(self._end_backward)
         bucket = self._bucket_of[parameter]
         if parameter not in bucket.missing:
-            raise RuntimeError(f"two gradients in one backward, of {tuple(parameter.shape)}")
+            what = f"a second gradient of {tuple(parameter.shape)} before the first one was reduced"
+            cause = "two in one backward, or no finish_grad_sync() after the last one"
+            raise RuntimeError(f"{what}: {cause}")
         self.reducer.mark_ready(bucket, parameter)
-        if self._ends_with_backward:
-            # in every gradient's hook, as this one may belong to a backward inside another
-            at_end_of_backward(self._end_backward)
 
     def _end_backward(self):
-        """End the round with the outermost backward, or an inner one that completes all buckets."""
-        is_outermost = torch._C._current_autograd_node() is None  # private API
-        is_running = self._ends_with_backward and not self.reducer.is_idle
-        if is_running and (is_outermost or not self.reducer.queue):
+        # it is idle if two nodes have asked, or if a backward that failed has left a node that asks
+        if not self.reducer.is_idle:
             self.finish_grad_sync()
+
+    @torch.no_grad()
+    def start_grad_sync(self, awaited=()):
+        """Start to reduce all gradients; those of `awaited` parameters follow as they are computed.
+
+        Only finish_grad_sync() ends this round of reductions; the end of backward does not.
+        """
+        self._check_idle()
+        self._start(awaited)
+
+    @torch.no_grad()
+    def finish_grad_sync(self):
+        """End the round of reductions, or run a whole one if this rank's peers still need it.
+
+        a round is under way                  end it. backward() calls this function at its end
+        none since this rank's last forward   run one: its loss used no parameter
+        gradients have been cleared           run one, and broadcast buffers: it has had no batch
+        otherwise                             do nothing: backward has ended the round
+
+        A rank without a batch and one whose backward has ended the round have both run nothing
+        since. But the first one has called zero_grad() for the new step. So its gradients are None
+        or zero, and no round has left them so, as one does if no rank has a target that counts.
+        Once its backward has ended the round, a rank may thus call this function again before its
+        next zero_grad(), but not after it.
+
+        The wrapper of zero.py raises an error if gradients have been cleared: its ranks need each
+        other's shards, so each has to run every pass.
+        """
+        is_under_way = not self.reducer.is_idle
+        if not (is_under_way or self._expects_backward):
+            if not self._gradients_are_cleared():
+                return
+            self._broadcast_buffers()  # the other ranks do so in forward()
+        if not is_under_way:  # no gradient was computed outside no_sync()
+            self._start()
+        self._expects_backward = False
+        self._replicated.may_differ = True  # a forward has changed them, here or on other ranks
+        self.reducer.finish()
+        self._left_by_round = versions(self._gradients())
+
+    def _gradients(self):
+        return [p.grad for p in self._bucket_of if p.grad is not None]
+
+    def _gradients_are_cleared(self):
+        """Return whether all gradients are None or zero, and no round has left them as they are."""
+        gradients = self._gradients()
+        if gradients and versions(gradients) == self._left_by_round:
+            return False
+        return not any(gradient.any() for gradient in gradients)
 
     def _start(self, awaited=()):
         """Start a round. Raise RuntimeError if the module's parameters have changed."""
@@ -518,48 +619,11 @@ class DistributedDataParallel(nn.Module):
                 raise RuntimeError(f"the wrapped {name!r} was frozen, thawed, cast or replaced")
         self.reducer.start(awaited)
 
-    @torch.no_grad()
-    def start_grad_sync(self, awaited=()):
-        """Start to reduce all gradients; those of `awaited` parameters follow as they are computed.
-
-        Only finish_grad_sync() ends this round of reductions; the end of backward does not.
-        """
-        self._check_idle()
-        self._ends_with_backward = False
-        self._start(awaited)
-
     def _check_idle(self):
         if not self.reducer.is_idle:
             what = "gradients are still being reduced: call finish_grad_sync() first"
             cure = "finish_grad_sync() ends it, on every rank; then zero the gradients"
             raise RuntimeError(f"{what}. If backward has failed, {cure}")
-
-    @torch.no_grad()
-    def finish_grad_sync(self):
-        """End the round of reductions, or run a whole one if this rank's peers still need it.
-
-        a round is under way                  end it
-        none since this rank's last forward   run one: its loss used no parameter
-        all gradients are None or zero        run one, and broadcast buffers: it has had no batch
-        otherwise                             do nothing: backward has ended the round
-
-        The wrapper of zero.py raises an error in the third case: its ranks need each other's
-        shards, so each has to run every pass.
-        """
-        is_expected = not self.reducer.is_idle or self._expects_backward
-        if is_expected or self._has_no_gradient():
-            if not is_expected:
-                self._broadcast_buffers()  # the other ranks do so in forward()
-            self._expects_backward = False
-            self._replicated.may_differ = True
-            if self.reducer.is_idle:  # no gradient was computed outside no_sync()
-                self._start()
-            self.reducer.finish()
-
-    def _has_no_gradient(self):
-        """Return whether all gradients are None or zero."""
-        gradients = [parameter.grad for parameter in self._bucket_of]
-        return not any(gradient is not None and gradient.any() for gradient in gradients)
 
     def _broadcast_buffers(self):
         if self.broadcast_buffers:
@@ -569,20 +633,61 @@ class DistributedDataParallel(nn.Module):
         raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
 
 
+def versions(tensors):
+    """Return a list that changes when one of the tensors is replaced or changed in place."""
+    return [(id(tensor), tensor._version) for tensor in tensors]
+
+
 # Differences from PyTorch's class:
 #
 # - There is no join(). A rank that has left its loop must call nothing else on the group while
 #   others are in theirs. These wait for it and raise an error when it exits, or when the group's
 #   timeout has passed.
 # - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs.
+# - A parameter that no rank uses gets a gradient of zeros. In PyTorch its .grad stays as it was.
 # - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
 #   rebuild them after the first backward pass in the order in which gradients became ready. All
 #   have one size; PyTorch's first has 1 MiB.
 # - A second backward() of one forward, with retain_graph=True, reduces gradients again.
+# - The parameters that are trained are on one device. PyTorch takes a module on several, for which
+#   autograd has a thread each: there a Reducer needs a lock.
 # - The wrapper cannot be copied or pickled; the wrapped module can.
 # - A buffer registered after wrapping is not broadcast: every rank keeps its own.
 # - Before a broadcast, ranks ask one another whether a buffer's shape or dtype has changed, in an
 #   all-gather of one byte. The host waits for it and, if the group has only NCCL, for the GPU.
+# - Arguments after output_device are passed by name. Those of PyTorch's that the class above does
+#   not list are not taken, such as init_sync, mixed_precision and device_mesh.
+#
+# As in PyTorch, each wrapper orders its own buckets only. If one backward() passes through two
+# wrappers, say of an encoder and a decoder, and autograd may reach them in unlike orders on
+# different ranks, each of them needs a process group of its own.
+
+
+# ---- another kind of sum -------------------------------------------------------------------------
+#
+# An object with the two methods of GradientSum may sum the buckets in another way. For example,
+# this one sends half of the bytes:
+#
+#     class Fp16Sum:
+#         def start(self, flat, group):
+#             compressed = flat.half()
+#             return flat, compressed, all_reduce(compressed, group=group, async_op=True)
+#
+#         def wait(self, started):
+#             flat, compressed, work = started
+#             work.wait()
+#             flat.copy_(compressed)
+#
+#     model = DistributedDataParallel(net, gradient_sum=Fp16Sum())
+#
+# - All ranks call start() in the same order, mostly while backward runs, and then wait() once for
+#   each start, in that order. The gradients are already divided by the divisor.
+# - The result must have the same bits on all ranks, or their weights differ from then on, which
+#   nothing here sees.
+# - A bucket passes the same tensor in every round, so the object can keep state by it, such as the
+#   error that a compression has left. No checkpoint holds this state.
+# - zero.py does not take such an object. PyTorch's register_comm_hook() takes one function instead,
+#   which divides by itself and returns a Future of the result.
 
 
 # ---- buffers -------------------------------------------------------------------------------------
@@ -591,7 +696,8 @@ class DistributedDataParallel(nn.Module):
 class ReplicatedBuffers:
     """The buffers that a module has when it is wrapped; the first rank's are copied to all ranks.
 
-    may_differ: whether the next forward pass must copy them
+    may_differ: whether the next forward pass must copy them. The wrapper sets it: after a forward
+        pass that trains, buffers such as running means differ between ranks.
     """
 
     def __init__(self, module, group, cap_bytes):
@@ -630,7 +736,36 @@ class ReplicatedBuffers:
             self.agreed = buffers
 
 
-# ---- checks, and names to ignore -----------------------------------------------------------------
+def not_ignored(module, named):
+    """Return the (name, tensor) pairs without the names that the module lists for DDP to ignore."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return [(name, tensor) for name, tensor in named if name not in ignored]
+
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+def ddp_bytes(module, world_size):
+    """Return the bytes that a rank sends per step if every all-reduce sends as few as possible.
+
+    all_reduce may send more for a small bucket to save time. The result is an average over the
+    ranks, which send equal amounts if every bucket's size is a multiple of P x 128 bytes. It holds
+    for parameters that all `world_size` ranks replicate; those of `groups` send less.
+    """
+    named = not_ignored(module, module.named_parameters())
+    nbytes = sum(gradient_bytes(parameter) for _, parameter in named if parameter.requires_grad)
+    return all_reduce_bytes(nbytes, world_size)
+
+
+# ==== for both wrappers and hybrid.py =============================================================
+#
+# DistributedDataParallel and the wrapper of zero.py share the checks and the tools. The norm is for
+# zero.py and hybrid.py. Three terms of theirs occur below. A rank's *shard* is its part of a
+# parameter that is split over a group. The *grid* holds all ranks, for example four as two rows of
+# two. Along each *axis* of it a rank has a group: here its row, and its column. In this file there
+# is one axis, process_group.
+
+# ---- checks of replicas --------------------------------------------------------------------------
 
 
 def check_and_copy(module, parameters, buffers, groups_of, axes):
@@ -652,6 +787,13 @@ def check_whole(parameters):
     """Raise ValueError if zero.py has sharded one of the parameters."""
     if any(hasattr(parameter, "whole_shape") for parameter in parameters):
         raise ValueError("FullyShardedDataParallel has cut these parameters: wrap a model once")
+
+
+def check_device(parameters):
+    """Raise ValueError if the parameters are on several devices."""
+    devices = {str(parameter.device) for parameter in parameters}
+    if len(devices) > 1:  # autograd would run their hooks in several threads at once
+        raise ValueError(f"trained parameters are on {sorted(devices)}: put them on one device")
 
 
 def check_replicated(module, named, groups_of, axes):
@@ -702,25 +844,13 @@ def raise_on_all_ranks(fault, axes):
         raise ValueError(fault)
 
 
-def not_ignored(module, named):
-    """Return the (name, tensor) pairs without the names that the module lists for DDP to ignore."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    return [(name, tensor) for name, tensor in named if name not in ignored]
+# ---- tools of both wrappers ----------------------------------------------------------------------
 
 
 def broadcast_first(tensors, group):
     """Copy the tensors of the group's first rank to all of its ranks."""
     for tensor in tensors:
         broadcast(tensor, group=group, group_src=0)
-
-
-def copy_all(targets, sources):
-    """Copy each source into its target, with one kernel unless a target is a conjugated view."""
-    if any(target.is_conj() or target.is_neg() for target in targets):
-        for target, source in zip(targets, sources):
-            target.copy_(source)
-    else:
-        torch._foreach_copy_(targets, sources)
 
 
 @contextmanager
@@ -745,19 +875,6 @@ def weakly(method):
     return hook
 
 
-# ---- cost ----------------------------------------------------------------------------------------
-
-
-def ddp_bytes(module, world_size):
-    """Return the bytes that a rank sends per step if every all-reduce sends as few as possible.
-
-    all_reduce may send more for a small bucket to save time. The result is an average over the
-    ranks, which send equal amounts if every bucket's size is a multiple of P x 128 bytes.
-    """
-    nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
-    return all_reduce_bytes(nbytes, world_size)
-
-
 # ---- the norm of all gradients -------------------------------------------------------------------
 
 
@@ -778,7 +895,7 @@ def get_total_norm(tensors, groups=()):
     return total.sqrt_()
 
 
-ROW = 128  # elements whose squares a CPU adds up in fp32; the errors of 256 rows or more cancel
+ROW = 128  # see _norms_of_parts()
 
 
 def _norms_of_parts(tensors, dtype):
@@ -786,7 +903,8 @@ def _norms_of_parts(tensors, dtype):
 
     A CPU adds up the squares of a tensor nearly one by one. In fp32 the norm of 40 million elements
     would be 0.3% too small, and in float64 it would take many times as long. So on a CPU the norms
-    of rows are computed in `dtype`, and those of short tensors in float64.
+    of rows of ROW elements are computed in `dtype`. The errors of 256 rows or more nearly cancel.
+    Shorter tensors are computed in float64.
     """
     norms = []
     others = []

@@ -109,15 +109,20 @@ def switch_layer(x, router, compute, group=None):
 #
 # This is expert parallelism: a router's choice, and two all-to-alls around the experts. What
 # follows sends a token to k experts, of which a rank has several. plain_dispatch() does so in the
-# shortest way. A reader who wants the technique alone may stop after it. The rest:
+# shortest way, and PlainMoE is a layer around it. A reader who wants the technique alone may stop
+# after these. The rest:
 #
-#     the layer              MoE, the class to use
 #     the router             how it chooses, and what keeps it balanced
 #     its losses             two losses whose gradients backward adds, and a tally of the choices
 #     the experts            their MLPs
 #     dispatch and combine   what plain_dispatch() does, with less memory and one wait
 #     rows under way         tokens divided into parts, of which some travel while others compute
 #     two hops               a way in which a token crosses to each node only once
+#     the layer              MoE, the class to use, which puts all of this together
+#
+# Types in docstrings: V is a tensor of this rank's own, and so is its gradient. I is equal on all
+# ranks, and so is its gradient. R is equal, too, but a rank's gradient is a part, and the parts are
+# to be summed. P is a part itself, of a sum over the ranks.
 
 # ---- k experts per token -------------------------------------------------------------------------
 #
@@ -174,123 +179,35 @@ def plain_dispatch(x, experts, weights, num_experts, compute, group=None):
     return weighted.new_zeros(x.shape).index_add(0, token, weighted)
 
 
-# ---- the layer -----------------------------------------------------------------------------------
+class PlainMoE(nn.Module):
+    """The layer without anything else: maps this rank's tokens, (N, D), to (N, D).
 
-
-class MoE(nn.Module):
-    """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
-
-    The experts:
-        hidden, ffn_hidden, num_experts, top_k: D, the width of an expert, E and k.
-        activation, gated: see Experts. The activation must not have parameters.
-        shared_experts: the number of experts that every token uses in addition.
-    The router:
-        router: further arguments of Router.
-        capacity_factor: limits the tokens of an expert, see within_capacity(). None for no limit.
-        balance_coefficient, z_coefficient, loss_scale, balance_groups: see RouterLosses.
-    The ranks:
-        group: the ranks over which the experts are spread.
-        tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dim 0, and
-            the results are gathered. With None, every rank has tokens of its own.
-        nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
-        parts: the number of parts in which tokens travel, see "rows under way".
-
-    Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
-    router are equal, and no two experts are: each rank draws all of them and keeps its own.
-
-    Padding is routed, counted and takes room like any token; leave it out of x if it should not.
-
-    The attribute `losses` is the layer's RouterLosses. The attribute hand_over is None, or a
-    function to call while rows travel, so that something else can compute meanwhile. If `pipeline`
-    is a Pipeline with pairs (pipeline.py), set layer.hand_over = pipeline.turns.hand_over. All
-    ranks of `group` must have the same parts, and a hand_over that posts the same messages, if any.
-
-    In 16 bits and under autocast, the router's weights and the sums of the k results are rounded to
-    16 bits. In bf16 with k = 8, y errs by 0.3 to 0.4% for this reason. With sums in fp32 it would
-    err by 0.2%, but these need N k rows in fp32.
-
-    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
-    router and of the shared experts are R: the gradients of their copies must be summed.
-
-    Raises ValueError if P does not divide num_experts, or if capacity_factor is not positive.
+    experts: a module for this rank's experts, `compute` of plain_dispatch(), such as Experts below.
+    Seed all ranks alike, so that the copies of the router are equal. Their gradients must be summed
+    over the group. Types: x and parameters of experts V, the router R -> V.
     """
 
-    def __init__(
-        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None, *,
-        nodes=None, parts=1, activation=None, gated=False, shared_experts=0, capacity_factor=None,
-        balance_coefficient=0.0, z_coefficient=0.0, loss_scale=1.0, balance_groups=(), **router,
-    ):
+    def __init__(self, hidden, num_experts, top_k, experts, group=None):
         super().__init__()
-        rank, world_size = rank_and_size(group)
-        if num_experts % world_size:
-            raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"{capacity_factor=} leaves no room for a token")
-        self.num_experts, self.capacity_factor = num_experts, capacity_factor
-        self.group, self.tp_group, self.nodes = group, tp_group, nodes
-        self.parts = parts
-        self.hand_over = None
-        self.router = Router(hidden, num_experts, top_k, **router)
-        self.losses = RouterLosses(
-            num_experts, top_k, balance_coefficient, z_coefficient, loss_scale, balance_groups
-        )
-        num_local = num_experts // world_size
-        own = range(rank * num_local, (rank + 1) * num_local)
-        self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
-        self.shared = None
-        if shared_experts:
-            width = shared_experts * ffn_hidden
-            up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
-            down = nn.Linear(width, hidden, bias=False)
-            self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
+        self.router = nn.Linear(hidden, num_experts, bias=False)
+        self.experts = experts
+        self.top_k = top_k
+        self.group = group
 
     def forward(self, x):
-        if self.tp_group is not None:
-            x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
-        tokens = x.reshape(-1, x.shape[-1])  # (N, D)
-        routing = self.router(tokens)
-        # small messages go first, since they would wait for long ones if a group carries both
-        loads = self.losses.loads(routing.experts)
-        experts = within_capacity(routing.experts, self.num_experts, self.capacity_factor)
-        # under autocast the elements of rows have 16 bits, which halves the messages
-        args = autocasted(tokens), experts, routing.weights, self.num_experts, self.experts
-        if self.nodes:
-            y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
-        else:
-            y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
-        y = self.losses.attach(y, routing, experts, loads).view(x.shape)
-        if self.tp_group is None:
-            return y
-        return gather_from_group(y, 0, self.tp_group)
-
-
-def within_capacity(experts, num_experts, capacity_factor):
-    """Return the experts (N, k), with -1 for the choices that a full expert drops.
-
-    Each expert takes the first ceil(capacity_factor N k / E) of the choices that fall on it from
-    this rank's N tokens, in the order of the tokens. (GShard takes all first choices before second
-    ones.) A choice that is dropped adds nothing to the result. The count is exact: of 100 choices
-    and 2 experts, a factor of 1.1 takes 55, though in floating point 50 * 1.1 is larger than 55.
-    """
-    if capacity_factor is None:
-        return experts
-    choices = experts.flatten()
-    factor = min(capacity_factor, num_experts)  # which has room for all choices, as infinity has
-    capacity = math.ceil(Fraction(str(factor)) * len(choices) / num_experts)
-    # The choices 1 1 0 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
-    # Sorting moves them to positions 1 2 0 3, so their places in experts' queues are 0 1 0 2.
-    loads = count_choices(choices, num_experts)
-    begins = loads.cumsum(0) - loads
-    positions = choices.argsort(stable=True).argsort()
-    places = positions - begins[choices]
-    return experts.masked_fill(places.view_as(experts) >= capacity, -1)
+        probabilities = self.router(x).softmax(-1)  # (N, E)
+        weights, experts = probabilities.topk(self.top_k)  # (N, k) each
+        if self.top_k > 1:  # otherwise all weights would be 1, and the router would not learn
+            weights = weights / weights.sum(-1, keepdim=True)
+        num_experts = self.router.out_features
+        return plain_dispatch(x, experts, weights, num_experts, self.experts, self.group)
 
 
 # ---- the router, and what keeps it balanced ------------------------------------------------------
 #
-# A router tends to overuse a few experts, and its logits tend to grow. There are three remedies,
-# and MoE's capacity_factor, which limits the rows of an expert and drops the others:
+# A router tends to overuse a few experts, and its logits tend to grow. There are four remedies:
 #
+#     capacity      the most rows that an expert takes. The others are dropped (GShard)
 #     balance loss  E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
 #                   p_i is the mean probability of expert i (GShard, Switch)
 #     bias          a number per expert, added to its score for the choice only, not for the weight.
@@ -312,7 +229,8 @@ class Router(nn.Module):
         experts of topk_group groups, those in which the two highest scores have the largest sum.
 
     The buffer `bias` is added to scores for the choice only. Raises ValueError if score is unknown,
-    there are no topk_group groups, or they have fewer than top_k experts.
+    n_group does not divide num_experts, there are no topk_group groups, or they have fewer than
+    top_k experts.
     """
 
     def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
@@ -322,6 +240,8 @@ class Router(nn.Module):
             raise ValueError(f"{score=} is neither 'softmax' nor 'sigmoid'")
         if not 1 <= topk_group <= n_group:
             raise ValueError(f"{topk_group=} is not from 1 to {n_group=}")
+        if num_experts % n_group:
+            raise ValueError(f"{num_experts=} is not divisible by {n_group=}")
         reachable = topk_group * num_experts // n_group
         if not 1 <= top_k <= reachable:
             where = f"{num_experts=}, {n_group=}, {topk_group=}"
@@ -363,8 +283,8 @@ class Router(nn.Module):
         """
         unrounded = self.bias
         super()._apply(function, recurse)
-        if unrounded.is_meta:  # it has no values to keep
-            unrounded = self.bias
+        if unrounded.is_meta:  # it has no values to keep, and to_empty() gives it random ones
+            unrounded = torch.zeros_like(self.bias)
         self.bias = unrounded.to(self.bias.device, torch.float32)
         return self
 
@@ -390,7 +310,8 @@ def _best(scores, count):
 def full_precision(device):
     """Compute products inside in the dtype of their tensors, without TF32 and without autocast.
 
-    PyTorch reads the setting for TF32 when a product is launched, so others are not affected.
+    PyTorch reads the setting for TF32 when a product is launched, so no others are affected, unless
+    another thread launches them meanwhile.
     """
     products = torch.backends.cuda.matmul
     precision = products.fp32_precision
@@ -399,7 +320,9 @@ def full_precision(device):
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        products.fp32_precision = precision
+        products.fp32_precision = "none"  # what torch.backends.fp32_precision says, also later
+        if products.fp32_precision != precision:
+            products.fp32_precision = precision
 
 
 class FullPrecisionLinear(torch.autograd.Function):
@@ -425,6 +348,29 @@ class FullPrecisionLinear(torch.autograd.Function):
         return dx, dweight
 
 
+def within_capacity(experts, num_experts, capacity_factor):
+    """Return the experts (N, k), with -1 for the choices that a full expert drops.
+
+    Each expert takes the first ceil(capacity_factor N k / E) of the choices that fall on it from
+    this rank's N tokens, in the order of the tokens. (GShard takes all first choices before second
+    ones.) A choice that is dropped adds nothing to the result. The count is exact: of 100 choices
+    and 2 experts, a factor of 1.1 takes 55, though in floating point 50 * 1.1 is larger than 55.
+    """
+    if capacity_factor is None:
+        return experts
+    choices = experts.flatten()
+    factor = min(capacity_factor, num_experts)  # which has room for all choices, as infinity has
+    capacity = math.ceil(Fraction(str(factor)) * len(choices) / num_experts)
+    # The choices 1 1 0 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
+    # Sorting moves them to positions 1 2 0 3, so their places in experts' queues are 0 1 0 2. The
+    # argsort() of an order gives each element's position in it.
+    loads = count_choices(choices, num_experts)
+    begins = loads.cumsum(0) - loads
+    positions = choices.argsort(stable=True).argsort()
+    places = positions - begins[choices]
+    return experts.masked_fill(places.view_as(experts) >= capacity, -1)
+
+
 # ---- the router's losses, and the tally ----------------------------------------------------------
 
 
@@ -437,7 +383,8 @@ class RouterLosses:
     scale: a further factor of both losses, see set_scale().
     groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The losses
         are means over the tokens of the grid, which costs an all-reduce of E counts over each
-        group. With (), the grid is this rank alone.
+        group: in forward or, under recompute() (sequence_parallel.py), when backward runs it again.
+        With (), the grid is this rank alone.
 
     The attribute `tally`, (E + 3,), says how often each of the E experts was chosen, how many
     choices were dropped, and this rank's parts of the two losses. After a step the caller sums the
@@ -470,8 +417,9 @@ class RouterLosses:
         An average needs R, since a rank's losses are parts, whose sum is the grid's losses.
 
         scale: a number or a scalar tensor, such as scaler.scale(one), one = torch.ones((),
-            device=x.device). It is copied. If it is on the layer's device, the host does not wait.
-            Call this for each layer before backward(), whenever the factor changes.
+            device=x.device). It is copied. After the layer's first forward, the host does not wait
+            if it is on the layer's device. Call this for each layer before backward(), whenever the
+            factor changes.
         """
         self.scale.fill_(scale)
 
@@ -568,7 +516,8 @@ class Experts(nn.Module):
 
     own: the range of their numbers among num_experts.
     activation: a module for what lies between the matrices w_in and w_out. By default it is GELU.
-    gated: whether it maps 2 ffn_hidden numbers, a gate and a value for each, to ffn_hidden.
+    gated: whether it maps 2 ffn_hidden numbers, a gate and a value for each, to ffn_hidden, as GELU
+        does not.
     """
 
     def __init__(self, own, num_experts, hidden, ffn_hidden, activation=None, gated=False):
@@ -651,7 +600,9 @@ def dispatch_and_combine(
 
     x, experts, weights, num_experts, compute: those of plain_dispatch(); an expert may be -1.
     shared: a module whose output for x is added.
-    parts, hand_over: those of MoE. compute() is called for each part.
+    parts: the number of parts in which tokens travel, see "rows under way". compute() is called for
+        each part.
+    hand_over: None, or a function to call while rows travel.
     Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
     """
     plan = DispatchPlan(experts, num_experts, group, parts, hand_over)
@@ -772,7 +723,10 @@ class Part:
         self.post(rows, self.rows_to, self.rows_from, self.plan.hand_over)
 
     def end_combine(self, weights=None):
-        """Return sums per token, (N, D), of the results, weighted if weights, (N, k), are given."""
+        """Return sums per token, (N, D), of the results, weighted if weights, (N, k), are given.
+
+        They are not in the first of two hops, whose rows were weighted in the second.
+        """
         (rows,) = self.arrived()
         if weights is not None:
             weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
@@ -895,11 +849,11 @@ class Journey:
         self.operation = None
         self.gradient = None  # what arrives in backward
 
-    def begin(self, rows, received, sent):
-        """Begin to send rows; return the tensor that holds what is received once end() returns."""
-        output = rows.new_empty(sum(received), *rows.shape[1:])
+    def begin(self, rows, coming, going):
+        """Begin to send rows; return the tensor that holds what comes once end() returns."""
+        output = rows.new_empty(sum(coming), *rows.shape[1:])
         options = {"group": self.group, "async_op": self.overlaps}
-        self.operation = all_to_all_single(output, rows.contiguous(), received, sent, **options)
+        self.operation = all_to_all_single(output, rows.contiguous(), coming, going, **options)
         return output
 
     def end(self):
@@ -986,6 +940,96 @@ def two_hops(
         return dispatch_and_combine(*args, parts=parts, hand_over=hand_over)
 
     return carry(plan, x, in_node, shared=shared, others=(experts, weights))
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+class MoE(nn.Module):
+    """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
+
+    The experts:
+        hidden, ffn_hidden, num_experts, top_k: D, the width of an expert, E and k.
+        activation, gated: see Experts. The activation must not have parameters.
+        shared_experts: the number of experts that every token uses in addition.
+    The router:
+        router: further arguments of Router.
+        capacity_factor: limits the tokens of an expert, see within_capacity(). None for no limit.
+        balance_coefficient, z_coefficient, loss_scale, balance_groups: see RouterLosses.
+    The ranks:
+        group: the ranks over which the experts are spread.
+        tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dim 0, and
+            the results are gathered. With None, every rank has tokens of its own.
+        nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
+        parts: the number of parts in which tokens travel, see "rows under way".
+
+    Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
+    router are equal, and no two experts are: each rank draws all of them and keeps its own.
+
+    Padding is routed, counted and takes room like any token; leave it out of x if it should not.
+
+    The attribute `losses` is the layer's RouterLosses. The attribute hand_over is None, or a
+    function to call while rows travel, so that something else can compute meanwhile. If `pipeline`
+    is a Pipeline with pairs (pipeline.py), set layer.hand_over = pipeline.turns.hand_over. All
+    ranks of `group` must have the same parts, and a hand_over that posts the same messages, if any.
+
+    In 16 bits and under autocast, the router's weights and the sums of the k results are rounded to
+    16 bits. In bf16 with k = 8, y errs by 0.3 to 0.4% for this reason. With sums in fp32 it would
+    err by 0.2%, but these need N k rows in fp32.
+
+    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
+    router and of the shared experts are R: the gradients of their copies must be summed.
+
+    Raises ValueError if P does not divide num_experts, or if capacity_factor is not positive.
+    """
+
+    def __init__(
+        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None, *,
+        nodes=None, parts=1, activation=None, gated=False, shared_experts=0, capacity_factor=None,
+        balance_coefficient=0.0, z_coefficient=0.0, loss_scale=1.0, balance_groups=(), **router,
+    ):
+        super().__init__()
+        rank, world_size = rank_and_size(group)
+        if num_experts % world_size:
+            raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"{capacity_factor=} leaves no room for a token")
+        self.num_experts, self.capacity_factor = num_experts, capacity_factor
+        self.group, self.tp_group, self.nodes = group, tp_group, nodes
+        self.parts = parts
+        self.hand_over = None
+        self.router = Router(hidden, num_experts, top_k, **router)
+        self.losses = RouterLosses(
+            num_experts, top_k, balance_coefficient, z_coefficient, loss_scale, balance_groups
+        )
+        num_local = num_experts // world_size
+        own = range(rank * num_local, (rank + 1) * num_local)
+        self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
+        self.shared = None
+        if shared_experts:
+            width = shared_experts * ffn_hidden
+            up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
+            down = nn.Linear(width, hidden, bias=False)
+            self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
+
+    def forward(self, x):
+        if self.tp_group is not None:
+            x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
+        tokens = x.reshape(-1, x.shape[-1])  # (N, D)
+        routing = self.router(tokens)
+        # small messages go first, since they would wait for long ones if a group carries both
+        loads = self.losses.loads(routing.experts)
+        experts = within_capacity(routing.experts, self.num_experts, self.capacity_factor)
+        # under autocast the elements of rows have 16 bits, which halves the messages
+        args = autocasted(tokens), experts, routing.weights, self.num_experts, self.experts
+        if self.nodes:
+            y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
+        else:
+            y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
+        y = self.losses.attach(y, routing, experts, loads).view(x.shape)
+        if self.tp_group is None:
+            return y
+        return gather_from_group(y, 0, self.tp_group)
 
 
 # ---- cost, and a demonstration -------------------------------------------------------------------

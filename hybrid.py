@@ -274,6 +274,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #
 # ZeRO-1   the optimizer's state is divided over dp. zero.py shows how the function `update` takes
 #          the optimizer's place
+#          -  optimizer.zero_grad()
+#          +  stage.zero_grad()
 #          -  for parameter in stage.parameters():
 #          -      all_reduce(parameter.grad, group=groups["dp"])
 #          -  optimizer.step()
@@ -319,18 +321,21 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 # vocabulary   split_embedding(), column_linear() and split_cross_entropy() take the places of
 #              embedding, head and loss. tokens and head are then parts of their matrices
 # tied head    tokens on the first stage and head on the last begin equal, and their gradients are
-#              summed over the two, so they stay equal
-# clipping     the norm's squares are summed over pp and tp, those of experts and of ZeRO-1's shards
-#              also over dp. What all ranks of tp have a copy of counts on one of them, and a tied
-#              weight on one of its stages
+#              summed over the two, so they stay equal. All ranks create these groups of two
+# clipping     the norm's squares are summed over pp and tp, those of experts also over dp, that of
+#              `positions` also over cp. What all ranks of tp have a copy of counts on one of them,
+#              and a tied weight on one of its stages
 #
 # Where two of them meet:
 #
-# sp, vocabulary   column_linear() of the head gathers x, so gather_from_group() is left out
-# sp, ep           do not combine: the ranks of tp share an expert, and would send it unlike tokens
-# cp, ep           experts' gradients are summed over cp alone
-# ZeRO-1, ep       sharded_step() gets all parameters but experts', whose gradients are divided by
-#                  dp and which a plain optimizer updates
+# sp, vocabulary     column_linear() of the head gathers x, so gather_from_group() is left out
+# sp, ep             do not combine: tp's ranks share an expert, and would send it unlike tokens
+# cp, ep             experts' gradients are summed over cp alone
+# ZeRO-1, cp         all gradients but that of `positions` are summed over cp before sharded_step()
+# ZeRO-1, ep         sharded_step() gets all parameters but experts', whose gradients are divided
+#                    by dp and which a plain optimizer updates
+# ZeRO-1, clipping   happens in sharded_step() between the sum and the update, where the squares of
+#                    shards are summed over dp, too
 #
 # One rule covers all of them: sum a gradient over the ranks that hold the same weight and have
 # computed different terms of its gradient.
@@ -344,171 +349,23 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     while trainer.steps_done < args.steps:
 #         trainer.step(*trainer.batch_of(data, trainer.steps_done))
 #
-# args are the flags of the command line, see Args. Each part of a plain step has its counterpart:
+# args are the flags of the command line, see Args. The sections below build it up in the order of
+# the plain forms:
 #
-#     plain_step()                       Trainer.step()
-#     one_f_one_b_step()                 Pipeline.step()
-#     the all-reduces of gradients       wrap(), DDP or FSDP, which start them in backward
-#     the rule for sums                  Home, Trainer.sum_shared_gradients()
-#     plain_groups()                     slices_of(), make_mesh()
-#     plain_weights(), plain_part()      initialize(): a rank draws the values of its parts only
-#     PlainStage, PlainLayer             GPT, Block
+#     plain_groups()                     mesh: slices_of(), make_mesh()
+#     PlainStage, PlainLayer             model: GPT, Block
+#     the rule for sums                  where each parameter lives: Home, Placement
+#     plain_weights(), plain_part()      initial values: a rank draws those of its parts only
+#     the all-reduces of gradients       chunks: DDP or FSDP, which start them in backward
+#     plain_step(), one_f_one_b_step()   one step: Trainer.step(), Pipeline.step()
 #
 # The technique ends at "services", where train() is the loop of a long run, and which has helpers
 # such as need() and on_all_ranks(). Four words are used in all sections:
 #
 #     stage      consecutive layers. The first stage also has the embeddings, the last one the head
 #     chunk      the module of a stage. Some schedules, such as DualPipe, give a rank several chunks
-#     replica    a complete model: one for each dp rank, and two in a pipeline of DualPipe
+#     replica    a complete model: one for each rank of dp x cp, and two in a pipeline of DualPipe
 #     copy       the same elements of a parameter on another rank, or in another chunk
-
-# ---- where each parameter lives ------------------------------------------------------------------
-#
-# Four words say how much of a parameter is meant:
-#
-#     whole      a parameter as one process would have it
-#     part       the rows, columns or experts of a whole that tp or ep gives to a rank. If nothing
-#                splits a parameter, the part is the whole
-#     shard      an equal share of a flat tensor into which ZeRO packs the parts of many parameters
-#     piece      the elements of one part that lie in this rank's shard, possibly none
-#
-# tensor_parallel.py follows PyTorch: its class Shard describes a part, and set_shard() makes one.
-#
-# A gradient is summed over the ranks that hold the same part and have computed different terms of
-# its gradient. Weights are (outputs, inputs), so a column-parallel layer splits rows. In braces are
-# the ranks for rank 0 of 8 with `--pp 2 --tp 2 --sp`, so that dp is 2:
-#
-#     parameter                  split over            its gradient is summed over
-#     wte, lm_head               tp {0 1}, by rows     dp x cp {0 2}, and if tied, both stages {0 4}
-#     c_attn, c_fc, with biases  tp {0 1}, by rows     dp x cp {0 2}
-#     c_proj.weight              tp {0 1}, by columns  dp x cp {0 2}
-#     c_proj.bias, ln_*, wpe     nothing               dp x cp {0 2}, then, with --sp, tp {0 1}
-#     router, shared experts     nothing               dp x cp {0 2}, then tp {0 1}
-#     w_in, w_out of experts     ep, by experts        expert_dp_group, then expert_tp_group
-#
-# With DualPipe, gradients are also summed over the two ranks of pp that hold the same stage.
-# tests/tools/placement.py prints the table for a rank of any layout.
-#
-# Each fact is declared on the module that has the parameter:
-#
-#     set_shard()           its part, in tensor_parallel.py; for experts, make_moe() does
-#     mark_sum_over_tp()    that its gradient is summed over tp
-#     declare()             its initial value, and whether it belongs to experts
-#     GPT.tied              that the head has the embedding's weight
-#
-# placements_of() collects them in Placements, for initial values, ZeRO's groups, the sums over tp
-# and of the tied weight, the norm, and checkpoints.
-
-
-@dataclass(frozen=True, eq=False)
-class Home:
-    """The groups of one kind of parameter. Experts have one Home, and all others have another."""
-
-    split_group: dist.ProcessGroup  # its ranks have different parts
-    tp_group: dist.ProcessGroup  # ranks of tp that have the same part, if they do not split it
-    dp_cp_group: dist.ProcessGroup  # ranks of dp x cp that have the same part
-    shard_group: dist.ProcessGroup  # over its ranks ZeRO cuts a part
-    replicate_group: dist.ProcessGroup  # its ranks have the same shard
-
-
-class Homes(NamedTuple):
-    """The Home of all parameters but experts, and that of experts."""
-
-    dense: Home
-    experts: Home
-
-
-class Normal(NamedTuple):
-    """An initial value: numbers from a normal distribution with mean 0."""
-
-    std: float = 0.02  # as in nanoGPT
-
-
-def declare(module, is_expert=False, **initial):
-    """Say how a module's own parameters and buffers begin, and where they live. Return the module.
-
-        declare(nn.LayerNorm(D), weight=1.0, bias=0.0)
-
-    initial: {name: value}, where a value is a Normal, or a number for all elements.
-    is_expert: whether the module holds this rank's experts, which have a Home of their own.
-    """
-    module.initial = initial
-    module.is_expert = is_expert
-    return module
-
-
-@dataclass(frozen=True, eq=False)
-class Placement:
-    """Where a parameter or buffer of this rank lives, and what it begins with.
-
-    Originals count in the norm of the gradients and are saved. Other chunks may have copies:
-
-                                               is_tied  is_original  counts on
-        split over tp, or an expert            no       yes          all ranks of split_group
-        not split                              no       yes          the first rank of split_group
-        the token embedding, if head is tied   yes      yes          all ranks of split_group
-        a tied head on another stage           yes      no           no rank
-        all of DualPipe's second replica       as above no           no rank
-    """
-
-    name: str  # in the whole model. A tied head has the embedding's
-    module: nn.Module  # has it as its `attribute`, which ZeRO replaces by this rank's piece
-    attribute: str
-    chunk: int  # the number of its chunk
-    initial: object  # its initial value, see declare()
-    home: Home
-    part: Shard | None  # which part of the whole this rank has; None for all of it
-    sum_over_tp: bool  # whether home.tp_group sums its gradient, see mark_sum_over_tp()
-    is_tied: bool  # embedding and head share it. If two chunks have it, they sum its gradient
-    is_original: bool  # False if another chunk has the original
-    is_buffer: bool  # a buffer, such as the bias of a router
-    is_saved: bool  # checkpoints hold it, unlike buffers that are not persistent
-
-    @property
-    def tensor(self):
-        return getattr(self.module, self.attribute)
-
-    @property
-    def counts(self):
-        """Whether this rank counts its gradient in the norm."""
-        if self.is_buffer or not self.is_original:
-            return False
-        return self.part is not None or dist.get_rank(self.home.split_group) == 0
-
-
-def placements_of(chunks, homes, replicated):
-    """Return a Placement for each parameter and buffer of this rank's chunks.
-
-    replicated: whether the second chunk belongs to a second replica of the model. Raises ValueError
-    for a parameter or buffer without a declared initial value.
-    """
-    placements = []
-    for number, chunk in enumerate(chunks):
-        buffers = dict(chunk.named_buffers())
-        saved = chunk.state_dict()
-        for name in [*dict(chunk.named_parameters()), *buffers]:
-            path, _, attribute = name.rpartition(".")
-            module = chunk.get_submodule(path)
-            initial = getattr(module, "initial", {})
-            need(attribute in initial, f"{name} has no initial value: see declare()")
-            original = chunk.tied.get(name, name)
-            placement = Placement(
-                name=original,
-                module=module,
-                attribute=attribute,
-                chunk=number,
-                initial=initial[attribute],
-                home=homes.experts if module.is_expert else homes.dense,
-                part=getattr(module, "shards", {}).get(attribute),
-                sum_over_tp=attribute in getattr(module, "sums_over_tp", ()),
-                is_tied=original in chunk.tied.values(),
-                is_original=name == original and not (replicated and number == 1),
-                is_buffer=name in buffers,
-                is_saved=name in saved,
-            )
-            placements.append(placement)
-    return placements
-
 
 # ---- mesh ----------------------------------------------------------------------------------------
 
@@ -614,7 +471,9 @@ def slices_of_experts(grid, ep, ep_nodes, replicate):
     """
     pp, dp, cp, tp = grid.shape
     from_tp = math.gcd(ep, tp)
-    from_dp_cp = ep // from_tp  # has no factor in common with tp // from_tp, so divides dp x cp
+    # ep divides dp x cp x tp, and from_dp_cp has no factor in common with tp // from_tp, so it
+    # divides dp x cp
+    from_dp_cp = ep // from_tp
     # dims: pp, block of dp x cp, place in it, block of tp, place in it
     blocks = grid.view(pp, -1, from_dp_cp, tp // from_tp, from_tp)
     ep_groups = along(blocks, 2, 4)  # all places of two blocks
@@ -647,457 +506,6 @@ def counterparts(groups, count):
     return groups.unflatten(1, (count, -1)).mT.flatten(0, 1)
 
 
-def homes_of(mesh):
-    """Return the Homes of a Mesh."""
-    dense = Home(
-        split_group=mesh.tp_group, tp_group=mesh.tp_group, dp_cp_group=mesh.dp_cp_group,
-        shard_group=mesh.shard_group, replicate_group=mesh.replicate_group,
-    )  # fmt: skip
-    experts = Home(
-        split_group=mesh.ep_group, tp_group=mesh.expert_tp_group, dp_cp_group=mesh.expert_dp_group,
-        shard_group=mesh.expert_shard_group, replicate_group=mesh.expert_replicate_group,
-    )  # fmt: skip
-    return Homes(dense, experts)
-
-
-# ---- one step ------------------------------------------------------------------------------------
-#
-# Trainer.__init__() prepares a step. With `--pp 2 --tp 2 --zero 1` on 8 ranks, rank 0 gets:
-#
-#     make_chunks()     one chunk: a GPT with the embeddings and layers 0 and 1 of 4, and of each
-#                       matrix the half that tp gives to rank 0. It has no values yet
-#     placements_of()   a Placement for each of its parameters. That of wte.weight says: chunk 0,
-#                       home dense, part Shard(0, (256,), tp_group), is_tied, initial Normal()
-#     initialize()      their values. A rank has memory for its whole chunks up to here
-#     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. From here on its
-#                       parameters are pieces, which together have half of its elements
-#     make_optimizer()  AdamW, which updates the pieces
-
-IGNORE_INDEX = -100  # a target that does not count
-
-
-class Trainer:
-    """One rank's share of the training, given its Args (see "flags") and its Mesh.
-
-    positions: the positions of each sequence that this rank holds.
-    replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
-    chunks: a GPT for each stage that this rank has.
-    unique_chunks: the same without those of DualPipe's second replica.
-    placements: a Placement for each parameter and buffer of the chunks.
-    mixtures: see mixtures_of().
-    stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
-    pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
-    steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
-    """
-
-    def __init__(self, args, mesh, device):
-        self.args = args
-        self.mesh = mesh
-        self.device = device
-        self.steps_done = 0
-        self.has_stepped = False
-        schedule = schedule_of(args)
-        self.replicated = len(schedule.routes) > 1
-        self.positions = torch.arange(args.seq_len)
-        if args.cp > 1:
-            self.positions = context_positions(args.seq_len, mesh.cp_group)
-        deferred = WeightGradStore()  # for schedules that put off the gradients of weights
-        self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
-        self.unique_chunks = self.chunks[:1] if self.replicated else self.chunks
-        self.homes = homes_of(mesh)
-        self.placements = on_all_ranks(placements_of, self.chunks, self.homes, self.replicated)
-        initialize(self.placements, args.seed)
-        self.mixtures = mixtures_of(self.chunks, args.moe_every)
-        self.stages = wrap(args, self.homes, self.chunks, self.placements)
-        self.optimizer = make_optimizer(args, self.parameters())
-        # Between layers, activations are (T, B, D): positions come first, as sp divides dim 0.
-        num_positions = len(self.chunks[0].activation_positions)
-        num_sequences = args.batch_size // (args.dp * args.microbatches)
-        shape = num_positions, num_sequences, args.hidden
-        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
-        options = {"group": mesh.pp_group, "shape": shape, "dtype": dtype, "device": device}
-        evaluation = forward_only(args.pp, args.microbatches, schedule.routes[0])
-        unique_stages = self.stages[: len(self.unique_chunks)]
-        self.evaluation = Pipeline(unique_stages, evaluation, self.loss, **options)
-        self.pipeline = Pipeline(
-            self.stages, schedule, self.loss, **options, defer=deferred,
-            # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all
-            sync_each=args.zero > 1,
-        )  # fmt: skip
-        if args.overlap:  # where tokens travel, a forward hands over to a backward, and vice versa
-            for mixture in self.mixtures.values():
-                mixture.hand_over = self.pipeline.turns.hand_over
-
-    def parameters(self, home=None):
-        """Return this rank's parameters, or ZeRO's pieces of them: all, or those of one Home."""
-        weights = [placement for placement in self.placements if not placement.is_buffer]
-        return [weight.tensor for weight in weights if home is None or weight.home is home]
-
-    def originals(self):
-        """Return the Placements of originals, which are saved."""
-        return [placement for placement in self.placements if placement.is_original]
-
-    def step(self, inputs, targets):
-        """Take one optimizer step on this rank's inputs and targets, (batch_size / dp, seq_len).
-
-        Returns {name: value}: the global loss, the gradient norm before clipping, and more. Raises
-        TrainingError, with the weights unchanged, if the loss or the norm is not finite.
-        """
-        args = self.args
-        seed_dropout(args.seed, self.steps_done, self.mesh)
-        loss = self.forward_backward(inputs, targets)
-        norm = self.clip_gradients()
-        tallies = sum_tallies(self.mixtures, args, self.mesh, self.device)
-        # The device decides whether to update, so the host launches the update without waiting.
-        is_finite = torch.stack([loss, norm]).isfinite().all()
-        rate = learning_rate(self.steps_done, args)
-        self.update(rate, tallies, is_finite)
-        self.has_stepped = True
-        scalars = {"loss": loss, "grad_norm": norm}
-        if args.experts:
-            scalars |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        # Here the host waits for the device. Elsewhere it does so only in layers with experts, and
-        # in update() for an optimizer that is not fused.
-        metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            # all ranks come here or none, since sums have equal bits on all ranks
-            numbers = "loss {loss:.4f}, grad norm {grad_norm:.3f}".format_map(metrics)
-            raise TrainingError(f"step {self.steps_done + 1} is not finite: {numbers}")
-        self.steps_done += 1
-        return metrics | {"lr": rate}
-
-    def forward_backward(self, inputs, targets):
-        """Set .grad to the gradients of the global batch, and return its loss."""
-        # DDP's gradients are views of its buckets and must stay. ZeRO sets .grad anew.
-        self.optimizer.zero_grad(set_to_none=self.args.zero > 0)
-        loss = self.run(self.pipeline, inputs, targets)
-        for stage in self.stages:
-            stage.finish_grad_sync()  # waits for the sums over dp x cp, which backward began
-        self.sum_shared_gradients()
-        return loss
-
-    @torch.no_grad()
-    def forward(self, inputs, targets):
-        """Return the loss of the global batch, in evaluation."""
-        return self.run(self.evaluation, inputs, targets)
-
-    def run(self, pipeline, inputs, targets):
-        """Run a batch through one of the two pipelines, and return its global loss."""
-        for chunk in self.chunks:
-            chunk.train(pipeline is self.pipeline)
-        inputs, targets = self.own_tokens(inputs, targets)
-        num_tokens = (targets != IGNORE_INDEX).sum()
-        all_reduce(num_tokens, group=self.mesh.dp_cp_group)
-        loss = pipeline.step(inputs, targets, num_tokens.clamp(min=1))
-        if loss is None:  # this rank does not have the last stage
-            loss = torch.zeros((), device=self.device)
-        all_reduce(loss, group=self.mesh.dp_cp_group)
-        all_reduce(loss, group=self.mesh.pp_group)
-        return loss
-
-    def loss(self, logits, targets, num_tokens):
-        """Return a microbatch's term of the loss: its sum of losses / tokens of the whole batch."""
-        losses = vocab_parallel_cross_entropy(
-            logits.flatten(0, 1), targets.t().flatten(), self.args.vocab_size, IGNORE_INDEX,
-            self.mesh.tp_group, inplace=True,
-        )  # fmt: skip
-        return losses.sum() / num_tokens
-
-    def sum_shared_gradients(self):
-        """Sum gradients over copies of a weight, each of which has only some terms of its gradient.
-
-        The sums over dp x cp have ended. The order of these three changes nothing but rounding. Of
-        a tied weight, a rank has
-
-            2 copies    if it has the first and the last stage, as in DualPipe or zb-v
-            1 copy      if it has one of them, and the other rank of embedding_group has the other;
-                        also if pp is 1, where embedding and head share it and the group is a rank
-            no copy     in the middle of the pipeline
-        """
-        marked = [placement for placement in self.placements if placement.sum_over_tp]
-        for home in self.homes:
-            parts = {weight.tensor: weight.part for weight in marked if weight.home is home}
-            sum_gradients_over_tp(parts, home.tp_group, check=not self.has_stepped)
-        if self.replicated:
-            sum_replicas(self.chunks, self.mesh.pp_group)
-        tied = [weight.tensor.grad.detach() for weight in self.placements if weight.is_tied]
-        if len(tied) == 2:
-            tied[0].add_(tied[1])
-            tied[1].copy_(tied[0])
-        elif len(tied) == 1:
-            all_reduce(tied[0], group=self.mesh.embedding_group)
-
-    def clip_gradients(self):
-        """Scale all gradients so that their norm is at most grad_clip. Return the norm they had."""
-        norm = self.norm_of_gradients()
-        if self.args.grad_clip > 0:
-            gradients = [parameter.grad for parameter in self.parameters()]
-            clip_grads_with_norm_(gradients, self.args.grad_clip, norm)
-        return norm
-
-    def norm_of_gradients(self):
-        """Return the norm of the model's gradients, in which each weight counts once."""
-        norms = []
-        for home in self.homes:
-            if not self.parameters(home):
-                continue  # a stage without experts, on all ranks of its groups
-            weights = [placement for placement in self.placements if placement.home is home]
-            counted = [weight.tensor.grad for weight in weights if weight.counts]
-            # squares are summed over ranks with different elements: ZeRO's shards, then parts
-            groups = [home.shard_group] if self.args.zero else []
-            groups.append(home.split_group)
-            nothing = torch.zeros(0, device=self.device)  # a rank that counts nothing takes part
-            norms.append(get_total_norm([nothing, *counted], groups=groups))
-        return get_total_norm(norms, groups=[self.mesh.pp_group])
-
-    def update(self, rate, tallies, is_finite):
-        """Update weights and the routers' biases if is_finite, a tensor on the device, is true."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        if self.optimizer.defaults.get("fused"):
-            # as with torch.amp.GradScaler, a fused step changes nothing if this is 1
-            self.optimizer.found_inf = (~is_finite).float()
-            self.optimizer.step()
-        elif is_finite:  # for which the host waits
-            self.optimizer.step()
-        if self.args.balance == "bias":
-            for number, layer in self.mixtures.items():
-                loads = tallies[number, : layer.num_experts]
-                layer.router.update_bias(loads * is_finite)  # loads that are all 0 change no bias
-
-    def batch_of(self, data, step, part="train"):
-        """Return this rank's inputs and targets, (batch_size / dp, seq_len), of a batch of Data."""
-        args = self.args
-        return data.batch(step, args.batch_size, args.seq_len, args.seed, self.own_rows(), part)
-
-    def own_rows(self):
-        """Return the slice of this rank's sequences in the global batch."""
-        count = self.args.batch_size // self.args.dp
-        begin = dist.get_rank(self.mesh.dp_group) * count
-        return slice(begin, begin + count)
-
-    def own_tokens(self, *batches):
-        """Copy this rank's positions of batches (B, seq_len) to the device in one transfer."""
-        tokens = torch.stack(batches)[:, :, self.positions]
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory()  # so that the host need not wait for the copy
-        return tokens.to(self.device, non_blocking=True)
-
-
-def seed_dropout(seed, step, mesh):
-    """Seed the dropout masks of a step: the same on the ranks of tp, different on all others."""
-    coordinates = dist.get_rank(mesh.dp_cp_group), dist.get_rank(mesh.pp_group)
-    sequence = np.random.SeedSequence([seed, step, *coordinates])
-    torch.manual_seed(int(sequence.generate_state(1)[0]))
-
-
-def mixtures_of(chunks, moe_every):
-    """Return {number: MoE} of the chunks. Numbers count the whole model's layers with experts.
-
-    With --moe-every 2, layers 1, 3 and 5 have the mixtures 0, 1 and 2.
-    """
-    mixtures = {}
-    for chunk in chunks:
-        for i, layer in chunk.transformer["h"].items():
-            if isinstance(layer.mlp, MoE):
-                mixtures[int(i) // moe_every] = layer.mlp
-    return mixtures
-
-
-@torch.no_grad()
-def sum_tallies(mixtures, args, mesh, device):
-    """Return the tallies of all mixtures, summed over ranks. Reset this rank's own."""
-    sizes = args.layers // args.moe_every, args.experts + 3  # those of RouterLosses.tally
-    tallies = torch.zeros(sizes, dtype=torch.float64, device=device)
-    for number, layer in mixtures.items():
-        tallies[number].copy_(layer.losses.tally)
-        layer.losses.tally.zero_()
-    if args.experts:
-        for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
-            all_reduce(tallies, group=group)
-    return tallies
-
-
-# ---- what a step sends ---------------------------------------------------------------------------
-#
-# From a step to the wire, and what each call sends over which axis:
-#
-#     Trainer.step()
-#       forward_backward()
-#         run()                     dp x cp  the number of tokens that count, and the loss
-#                                   pp       the loss, which only the last stage has
-#         Pipeline.step()           pp       per microbatch, activations and their gradients
-#           GPT.forward()           tp       the token embedding's sum, and two sums per layer
-#             attention             cp       keys and values, or heads and positions (Ulysses)
-#             MoE                   ep       tokens to their experts, and back; balance losses
-#                                            send a few numbers over dp, cp and tp
-#           Trainer.loss()          tp       a maximum and sums per token, in place of all logits
-#           backward                         the same in reverse
-#             DDP or FSDP           dp x cp  gradients, beside backward; ZeRO-3 gathers weights
-#                                            here and in forward, ZeRO-1 and 2 in forward
-#         finish_grad_sync()        dp x cp  nothing: it waits for these sums
-#         sum_shared_gradients()    tp       where a rank's gradients cover its own tokens only
-#                                   pp       the tied weight's two copies, DualPipe's replicas
-#       clip_gradients()            tp, pp   squares of the norm; with ZeRO also dp x cp, for
-#                                            experts also ep
-#       sum_tallies()               all      with experts, how many tokens each got
-#       update()                             nothing: each rank updates what it owns
-
-# ---- what a step works with ----------------------------------------------------------------------
-
-CP_METHODS = {
-    "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
-}  # fmt: skip
-
-
-def make_chunks(args, mesh, device, routes, positions, deferred):
-    """Create this rank's chunks, whose parameters have memory but no values.
-
-    routes: those of the schedule.
-    deferred: a WeightGradStore. With a zero-bubble schedule, linear layers leave the products for
-        their weights' gradients there in backward, and the schedule says when to compute them.
-    """
-
-    def attention_over_cp(q, k, v, dropout):  # dropout is 0, as check() excludes it with cp
-        return CP_METHODS[args.cp_method](q, k, v, mesh.cp_group)
-
-    parallel = Parallel(
-        tp_group=mesh.tp_group,
-        random=ShardedRandomState(device, mesh.tp_group),
-        attention_fn=attention_over_cp if args.cp > 1 else attention,
-        defer=deferred,
-        make_moe=partial(make_moe, args, mesh),
-    )
-    layers = divide_layers(args, routes)
-    chunks = []
-    for stage in stages_of(dist.get_rank(mesh.pp_group), routes):
-        is_first = stage == 0
-        is_last = stage == len(layers) - 1
-        with torch.device("meta"):  # parameters get memory below; positions have it already
-            chunk = GPT(args, parallel, positions.to(device), layers[stage], is_first, is_last)
-        chunk.to_empty(device=device)
-        chunks.append(chunk)
-    return chunks
-
-
-def stages_of(rank, routes):
-    """Return the stage of each chunk of a rank.
-
-        routes                                               rank 0    rank 1
-        [(0, 0), (1, 0), (0, 1), (1, 1)]    interleaved      [0, 2]    [1, 3]
-        [(0, 0), (1, 0)], [(1, 1), (0, 1)]  DualPipe         [0, 1]    [1, 0]
-
-    routes: those of a schedule. A route says where each stage is: (rank of pp, its chunk's number).
-    """
-    stages = {}
-    for route in routes:
-        for stage, (holder, chunk) in enumerate(route):
-            if holder == rank:
-                stages[chunk] = stage
-    return [stages[chunk] for chunk in sorted(stages)]
-
-
-def wrap(args, homes, chunks, placements):
-    """Wrap each chunk in DDP or in ZeRO's class, which sum its gradients over dp x cp."""
-    weights = [placement for placement in placements if not placement.is_buffer]
-    if args.zero:
-        return wrap_in_zero(args, homes, chunks, weights)
-    of_experts = [weight.tensor for weight in weights if weight.home is homes.experts]
-    groups = dict.fromkeys(of_experts, homes.experts.dp_cp_group)
-    wrapped = []
-    for chunk in chunks:
-        ddp = DistributedDataParallel(
-            chunk, process_group=homes.dense.dp_cp_group, groups=groups, broadcast_buffers=False,
-            gradient_as_bucket_view=True,  # no gradient is used after its step
-            gradient_divide_factor=1, wait_in_backward=False,
-        )  # fmt: skip
-        wrapped.append(ddp)
-    return wrapped
-
-
-def wrap_in_zero(args, homes, chunks, weights):
-    """Wrap each chunk in FullyShardedDataParallel. weights: the Placements of parameters.
-
-    With bf16, gradients are summed in fp32, over microbatches and over ranks. A router's weight is
-    in fp32 everywhere.
-    """
-    of_experts = [weight.tensor for weight in weights if weight.home is homes.experts]
-    own_groups = homes.experts.shard_group, homes.experts.replicate_group
-    dtypes = {}
-    if args.dtype == "bf16":
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    apart = packed_apart(args, homes, weights)
-    under_way = deque()  # sums that have begun. Chunks share it, to advance each other's
-    wrapped = []
-    for chunk in chunks:
-        fsdp = FullyShardedDataParallel(
-            chunk, units=chunk.transformer["h"].values(), stage=args.zero,
-            process_group=homes.dense.shard_group, replicate_group=homes.dense.replicate_group,
-            groups=dict.fromkeys(of_experts, own_groups), apart=apart, **dtypes,
-            own_dtype=[m.weight for m in chunk.modules() if isinstance(m, Router)],
-            gradient_divide_factor=1, wait_in_backward=False, under_way=under_way,
-        )  # fmt: skip
-        wrapped.append(fsdp)
-    return wrapped
-
-
-def packed_apart(args, homes, weights):
-    """Return the weights that ZeRO packs into flat tensors of their own.
-
-    sum_shared_gradients() adds pieces of copies, which must therefore be the same elements on all
-    ranks of the sum. So a copy may share a flat tensor only with weights that have equal sizes on
-    these ranks. With 257 tokens and tp 2, wte has not, and ZeRO's cut (^) of a flat tensor into two
-    shards would give the ranks of tp different elements of wpe:
-
-        flat tensor on rank 0 of tp    | wte, 129 rows   | wpe               |
-                                                          ^
-        flat tensor on rank 1 of tp    | wte, 128 rows  | wpe               |
-                                                         ^
-
-    So weights that tp splits are packed apart from those that it does not split. The tied weight is
-    packed apart because its two stages have different weights beside it.
-    """
-    apart = set()
-    for weight in weights:
-        is_split = weight.part is not None and args.tp > 1
-        if weight.home is homes.dense and (is_split or weight.is_tied):  # ep divides evenly
-            apart.add(weight.tensor)
-    return apart
-
-
-# ---- the optimizer -------------------------------------------------------------------------------
-
-
-def make_optimizer(args, parameters):
-    """Create the optimizer, with weight decay for matrices only.
-
-    Raises TrainingError with status 2 if tp or ZeRO cuts matrices that it needs as a whole, and
-    warns if it may need them, see check_elementwise().
-    """
-    matrices = [parameter for parameter in parameters if parameter.dim() > 1]  # or pieces of some
-    others = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    optimizer = adamw(args, groups)
-    if args.tp > 1 or args.zero:
-        cuts = typed(args, "tp", "zero")
-        on_all_ranks(check_elementwise, type(optimizer), prefix=f"{cuts}: ")
-    return optimizer
-
-
-def adamw(args, groups):
-    """Create AdamW. Another optimizer that updates each element by itself may stand here instead.
-
-    Its state must be tensors of their weight's shape, and "step", the number of steps. Checkpoints
-    have nothing else, see require_savable(). Its class says `elementwise = True`. If it is fused,
-    its step() must change nothing where found_inf is 1, see update().
-    """
-    dtype = torch.bfloat16 if args.moments == "bf16" else torch.get_default_dtype()
-    return AdamW(
-        groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=args.weight_decay,
-        moments_dtype=dtype,
-    )  # fmt: skip
-
-
 # ---- model ---------------------------------------------------------------------------------------
 #
 # The two blocks, for a token at position t:
@@ -1108,6 +516,33 @@ def adamw(args, groups):
 #     MLP, expert    W_out gelu(W_in x)               W_out (silu(W_gate x) * W_up x), "SwiGLU"
 #     biases         in norms, attention and MLPs     none
 #     head           the embedding's weight           a weight of its own
+#
+# Its layers are those of tensor_parallel.py and expert_parallel.py. What other sections must know
+# of a parameter is declared on the module that has it:
+#
+#     set_shard()           its part, in tensor_parallel.py; for experts, make_moe() does
+#     mark_sum_over_tp()    that its gradient is summed over tp
+#     declare()             its initial value, and whether it belongs to experts
+#     GPT.tied              that the head has the embedding's weight
+
+
+class Normal(NamedTuple):
+    """An initial value: numbers from a normal distribution with mean 0."""
+
+    std: float = 0.02  # as in nanoGPT
+
+
+def declare(module, is_expert=False, **initial):
+    """Say how a module's own parameters and buffers begin, and where they live. Return the module.
+
+        declare(nn.LayerNorm(D), weight=1.0, bias=0.0)
+
+    initial: {name: value}, where a value is a Normal, or a number for all elements.
+    is_expert: whether the module holds this rank's experts, which have a Home of their own.
+    """
+    module.initial = initial
+    module.is_expert = is_expert
+    return module
 
 
 @dataclass(frozen=True)
@@ -1429,63 +864,140 @@ class GPT(nn.Module):
             self.activation_positions = positions.chunk(tp)[rank]
 
 
-# ---- what layers cost, and how stages share them -------------------------------------------------
+# ---- where each parameter lives ------------------------------------------------------------------
+#
+# Four words say how much of a parameter is meant:
+#
+#     whole      a parameter as one process would have it
+#     part       the rows, columns or experts of a whole that tp or ep gives to a rank. If nothing
+#                splits a parameter, the part is the whole
+#     shard      an equal share of a flat tensor into which ZeRO packs the parts of many parameters
+#     piece      the elements of one part that lie in this rank's shard, possibly none
+#
+# tensor_parallel.py follows PyTorch: its class Shard describes a part, and set_shard() makes one.
+#
+# A gradient is summed over the ranks that hold the same part and have computed different terms of
+# its gradient. Weights are (outputs, inputs), so a column-parallel layer splits rows. In braces are
+# the ranks for rank 0 of 8 with `--pp 2 --tp 2 --sp`, so that dp is 2:
+#
+#     parameter                  split over            its gradient is summed over
+#     wte, lm_head               tp {0 1}, by rows     dp x cp {0 2}, and if tied, both stages {0 4}
+#     c_attn, c_fc, with biases  tp {0 1}, by rows     dp x cp {0 2}
+#     c_proj.weight              tp {0 1}, by columns  dp x cp {0 2}
+#     c_proj.bias, ln_*, wpe     nothing               dp x cp {0 2}, then, with --sp, tp {0 1}
+#     router, shared experts     nothing               dp x cp {0 2}, then tp {0 1}
+#     w_in, w_out of experts     ep, by experts        expert_dp_group, then expert_tp_group
+#
+# With DualPipe, gradients are also summed over the two ranks of pp that hold the same stage.
+# tests/tools/placement.py prints the table for a rank of any layout.
+#
+# placements_of() collects what modules declare in Placements, which serve initial values, ZeRO's
+# groups, the sums over tp and of the tied weight, the norm, and checkpoints.
 
 
-def divide_layers(config, routes):
-    """Return the range of each stage's layers, chosen so that the costliest rank costs least.
+@dataclass(frozen=True, eq=False)
+class Home:
+    """The groups of one kind of parameter. Experts have one Home, and all others have another."""
 
-    A layer costs 1 on average, and the last stage also has the head. Each stage between the first
-    and the last gets one layer. Each other layer is given to the rank that costs least so far, and
-    there to the cheapest stage. Among equal stages the last one gets it, since earlier ones keep
-    the activations of more microbatches. If the head costs as much as 1.1 layers, 4 stages get 8,
-    8, 8 and 6 of 30 layers. routes: see stages_of().
+    split_group: dist.ProcessGroup  # its ranks have different parts
+    tp_group: dist.ProcessGroup  # ranks of tp that have the same part, if they do not split it
+    dp_cp_group: dist.ProcessGroup  # ranks of dp x cp that have the same part
+    shard_group: dist.ProcessGroup  # over its ranks ZeRO cuts a part
+    replicate_group: dist.ProcessGroup  # its ranks have the same shard
+
+
+class Homes(NamedTuple):
+    """The Home of all parameters but experts, and that of experts."""
+
+    dense: Home
+    experts: Home
+
+
+def homes_of(mesh):
+    """Return the Homes of a Mesh."""
+    dense = Home(
+        split_group=mesh.tp_group, tp_group=mesh.tp_group, dp_cp_group=mesh.dp_cp_group,
+        shard_group=mesh.shard_group, replicate_group=mesh.replicate_group,
+    )  # fmt: skip
+    experts = Home(
+        split_group=mesh.ep_group, tp_group=mesh.expert_tp_group, dp_cp_group=mesh.expert_dp_group,
+        shard_group=mesh.expert_shard_group, replicate_group=mesh.expert_replicate_group,
+    )  # fmt: skip
+    return Homes(dense, experts)
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where a parameter or buffer of this rank lives, and what it begins with.
+
+    Checkpoints save originals, of which other chunks may have copies. In the norm of the gradients
+    each element of a parameter counts once:
+
+                                               is_tied  is_original  counts on
+        split over tp, or an expert            no       yes          all ranks of split_group
+        not split                              no       yes          the first rank of split_group
+        the token embedding, if head is tied   yes      yes          all ranks of split_group
+        a tied head on another stage           yes      no           no rank
+        all of DualPipe's second replica       as above no           no rank
     """
-    num_stages = len(routes[0])
-    sizes = [1] * num_stages
-    sizes[0] = sizes[-1] = 0
-    costs = [*sizes]
-    # forward takes 1 pass, backward 2, and recomputation 1, of which the head needs none
-    passes = 4 if config.recompute == "full" else 3
-    costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
-    beside = [stages_of(rank, routes) for rank, _ in routes[0]]  # {stage: those of its rank}
 
-    def preference(stage):
-        cost_of_rank = sum(costs[other] for other in beside[stage])
-        return cost_of_rank, costs[stage], -stage
+    name: str  # in the whole model. A tied head has the embedding's
+    module: nn.Module  # has it as its `attribute`, which ZeRO replaces by this rank's piece
+    attribute: str
+    chunk: int  # the number of its chunk
+    initial: object  # its initial value, see declare()
+    home: Home
+    part: Shard | None  # which part of the whole this rank has; None for all of it
+    sum_over_tp: bool  # whether home.tp_group sums its gradient, see mark_sum_over_tp()
+    is_tied: bool  # embedding and head share it. If two chunks have it, they sum its gradient
+    is_original: bool  # False if another chunk has the original
+    is_buffer: bool  # a buffer, such as the bias of a router
+    is_saved: bool  # checkpoints hold it, unlike buffers that are not persistent
 
-    for _ in range(config.layers - sum(sizes)):
-        stage = min(range(num_stages), key=preference)
-        sizes[stage] += 1
-        costs[stage] += 1
-    ends = itertools.accumulate(sizes)
-    return [range(end - size, end) for end, size in zip(ends, sizes)]
+    @property
+    def tensor(self):
+        return getattr(self.module, self.attribute)
+
+    @property
+    def counts(self):
+        """Whether this rank counts its gradient in the norm."""
+        if self.is_buffer or not self.is_original:
+            return False
+        return self.part is not None or dist.get_rank(self.home.split_group) == 0
 
 
-def forward_flops(config, share_with_experts):
-    """Return the forward FLOPs of one layer per token: (weight products, attention).
+def placements_of(chunks, homes, replicated):
+    """Return a Placement for each parameter and buffer of this rank's chunks.
 
-    Each weight that a token uses costs 2 FLOPs, in all about 24 h^2. Attention to s tokens costs
-    4 s h, of which the causal mask hides half; all of it counts, as in the MFU of PaLM (Chowdhery
-    et al., 2022). share_with_experts: 1 if the layer has experts, 0 if not, and for the mean of
-    several layers the share of those that have.
+    replicated: whether the second chunk belongs to a second replica of the model. Raises ValueError
+    for a parameter or buffer without a declared initial value.
     """
-    h = config.hidden
-    kv_width = h * (config.kv_heads or config.heads) // config.heads
-    mlp = (3 if config.is_llama else 2) * h * config.mlp_width
-    weights = 2 * h * h + 2 * h * kv_width + mlp
-    extra = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
-    return 2 * (weights + share_with_experts * extra), 4 * config.seq_len * h
-
-
-def flops_of_layers(config):
-    """Return the forward FLOPs of all layers per token."""
-    return sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
-
-
-def flops_of_head(config):
-    """Return the forward FLOPs of the head per token."""
-    return 2 * config.hidden * config.vocab_size
+    placements = []
+    for number, chunk in enumerate(chunks):
+        buffers = dict(chunk.named_buffers())
+        saved = chunk.state_dict()
+        for name in [*dict(chunk.named_parameters()), *buffers]:
+            path, _, attribute = name.rpartition(".")
+            module = chunk.get_submodule(path)
+            initial = getattr(module, "initial", {})
+            need(attribute in initial, f"{name} has no initial value: see declare()")
+            original = chunk.tied.get(name, name)
+            placement = Placement(
+                name=original,
+                module=module,
+                attribute=attribute,
+                chunk=number,
+                initial=initial[attribute],
+                home=homes.experts if module.is_expert else homes.dense,
+                part=getattr(module, "shards", {}).get(attribute),
+                sum_over_tp=attribute in getattr(module, "sums_over_tp", ()),
+                is_tied=original in chunk.tied.values(),
+                is_original=name == original and not (replicated and number == 1),
+                is_buffer=name in buffers,
+                is_saved=name in saved,
+            )
+            placements.append(placement)
+    return placements
 
 
 # ---- initial values ------------------------------------------------------------------------------
@@ -1535,6 +1047,505 @@ def normal(shape, std, key, offset=0):
         philox.state = state
         generator.standard_normal(out=row, dtype=np.float32)
     return value.mul_(std)
+
+
+# ---- chunks and their wrappers -------------------------------------------------------------------
+
+CP_METHODS = {
+    "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
+}  # fmt: skip
+
+
+def make_chunks(args, mesh, device, routes, positions, deferred):
+    """Create this rank's chunks, whose parameters have memory but no values.
+
+    routes: those of the schedule.
+    deferred: a WeightGradStore. With a zero-bubble schedule, linear layers leave the products for
+        their weights' gradients there in backward, and the schedule says when to compute them.
+    """
+
+    def attention_over_cp(q, k, v, dropout):  # dropout is 0, as check() excludes it with cp
+        return CP_METHODS[args.cp_method](q, k, v, mesh.cp_group)
+
+    parallel = Parallel(
+        tp_group=mesh.tp_group,
+        random=ShardedRandomState(device, mesh.tp_group),
+        attention_fn=attention_over_cp if args.cp > 1 else attention,
+        defer=deferred,
+        make_moe=partial(make_moe, args, mesh),
+    )
+    layers = divide_layers(args, routes)
+    chunks = []
+    for stage in stages_of(dist.get_rank(mesh.pp_group), routes):
+        is_first = stage == 0
+        is_last = stage == len(layers) - 1
+        with torch.device("meta"):  # parameters get memory below; positions have it already
+            chunk = GPT(args, parallel, positions.to(device), layers[stage], is_first, is_last)
+        chunk.to_empty(device=device)
+        chunks.append(chunk)
+    return chunks
+
+
+def stages_of(rank, routes):
+    """Return the stage of each chunk of a rank.
+
+        routes                                               rank 0    rank 1
+        [(0, 0), (1, 0), (0, 1), (1, 1)]    interleaved      [0, 2]    [1, 3]
+        [(0, 0), (1, 0)], [(1, 1), (0, 1)]  DualPipe         [0, 1]    [1, 0]
+
+    routes: those of a schedule. A route says where each stage is: (rank of pp, its chunk's number).
+    """
+    stages = {}
+    for route in routes:
+        for stage, (holder, chunk) in enumerate(route):
+            if holder == rank:
+                stages[chunk] = stage
+    return [stages[chunk] for chunk in sorted(stages)]
+
+
+def wrap(args, homes, chunks, placements):
+    """Wrap each chunk in DDP or in ZeRO's class, which sum its gradients over dp x cp."""
+    weights = [placement for placement in placements if not placement.is_buffer]
+    if args.zero:
+        return wrap_in_zero(args, homes, chunks, weights)
+    of_experts = [weight.tensor for weight in weights if weight.home is homes.experts]
+    groups = dict.fromkeys(of_experts, homes.experts.dp_cp_group)
+    wrapped = []
+    for chunk in chunks:
+        ddp = DistributedDataParallel(
+            chunk, process_group=homes.dense.dp_cp_group, groups=groups, broadcast_buffers=False,
+            gradient_as_bucket_view=True,  # no gradient is used after its step
+            gradient_divide_factor=1, wait_in_backward=False,
+        )  # fmt: skip
+        wrapped.append(ddp)
+    return wrapped
+
+
+def wrap_in_zero(args, homes, chunks, weights):
+    """Wrap each chunk in FullyShardedDataParallel. weights: the Placements of parameters.
+
+    With bf16, gradients are summed in fp32, over microbatches and over ranks. A router's weight is
+    in fp32 everywhere.
+    """
+    of_experts = [weight.tensor for weight in weights if weight.home is homes.experts]
+    own_groups = homes.experts.shard_group, homes.experts.replicate_group
+    dtypes = {}
+    if args.dtype == "bf16":
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    apart = packed_apart(args, homes, weights)
+    under_way = deque()  # sums that have begun. Chunks share it, to advance each other's
+    wrapped = []
+    for chunk in chunks:
+        fsdp = FullyShardedDataParallel(
+            chunk, units=chunk.transformer["h"].values(), stage=args.zero,
+            process_group=homes.dense.shard_group, replicate_group=homes.dense.replicate_group,
+            groups=dict.fromkeys(of_experts, own_groups), apart=apart, **dtypes,
+            own_dtype=[m.weight for m in chunk.modules() if isinstance(m, Router)],
+            gradient_divide_factor=1, wait_in_backward=False, under_way=under_way,
+        )  # fmt: skip
+        wrapped.append(fsdp)
+    return wrapped
+
+
+def packed_apart(args, homes, weights):
+    """Return the weights that ZeRO packs apart from the others of their unit.
+
+    sum_shared_gradients() adds pieces of copies, which must therefore be the same elements on all
+    ranks of the sum. So a copy may share a flat tensor only with weights that have equal sizes on
+    these ranks. With 257 tokens and tp 2, wte has not, and ZeRO's cut (^) of a flat tensor into two
+    shards would give the ranks of tp different elements of wpe:
+
+        flat tensor on rank 0 of tp    | wte, 129 rows   | wpe               |
+                                                          ^
+        flat tensor on rank 1 of tp    | wte, 128 rows  | wpe               |
+                                                         ^
+
+    So weights that tp splits are packed apart from those that it does not split. The tied weight is
+    packed apart because its two stages have different weights beside it. It is then alone, since
+    layers are units of their own, and tp splits no other weight outside of layers.
+    """
+    apart = set()
+    for weight in weights:
+        is_split = weight.part is not None and args.tp > 1
+        if weight.home is homes.dense and (is_split or weight.is_tied):  # ep divides evenly
+            apart.add(weight.tensor)
+    return apart
+
+
+# ---- the optimizer -------------------------------------------------------------------------------
+
+
+def make_optimizer(args, parameters):
+    """Create the optimizer, with weight decay for matrices only.
+
+    Raises TrainingError with status 2 if tp or ZeRO cuts matrices that it needs as a whole, and
+    warns if it may need them, see check_elementwise().
+    """
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]  # or pieces of some
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    optimizer = adamw(args, groups)
+    if args.tp > 1 or args.zero:
+        cuts = typed(args, "tp", "zero")
+        on_all_ranks(check_elementwise, type(optimizer), prefix=f"{cuts}: ")
+    return optimizer
+
+
+def adamw(args, groups):
+    """Create AdamW. Another optimizer that updates each element by itself may stand here instead.
+
+    Its state must be tensors of their weight's shape, and "step", the number of steps. Checkpoints
+    have nothing else, see require_savable(). Its class says `elementwise = True`. If it is fused,
+    its step() must change nothing where found_inf is 1, see update().
+    """
+    dtype = torch.bfloat16 if args.moments == "bf16" else torch.get_default_dtype()
+    return AdamW(
+        groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=args.weight_decay,
+        moments_dtype=dtype,
+    )  # fmt: skip
+
+
+# ---- one step ------------------------------------------------------------------------------------
+#
+# Trainer.__init__() puts the parts above together, in an order that each of them needs. With
+# `--pp 2 --tp 2 --zero 1` on 8 ranks, rank 0 gets:
+#
+#     make_chunks()     one chunk: a GPT with the embeddings and layers 0 and 1 of 4, and of each
+#                       matrix the half that tp gives to rank 0. It has no values yet
+#     placements_of()   a Placement for each of its parameters. That of wte.weight says: chunk 0,
+#                       home dense, part Shard(0, (256,), tp_group), is_tied, initial Normal()
+#     initialize()      their values. A rank has memory for its whole chunks up to here
+#     wrap()            the chunk in FullyShardedDataParallel, over ranks 0 and 2. From here on its
+#                       parameters are pieces, which together have half of its elements
+#     make_optimizer()  AdamW, which updates the pieces
+
+IGNORE_INDEX = -100  # a target that does not count
+
+
+class Trainer:
+    """One rank's share of the training, given its Args (see "flags") and its Mesh.
+
+    positions: the positions of each sequence that this rank holds.
+    replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
+    chunks: a GPT for each stage that this rank has.
+    unique_chunks: the same without those of DualPipe's second replica.
+    placements: a Placement for each parameter and buffer of the chunks.
+    mixtures: see mixtures_of().
+    stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
+    pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
+    steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
+    """
+
+    def __init__(self, args, mesh, device):
+        self.args = args
+        self.mesh = mesh
+        self.device = device
+        self.steps_done = 0
+        self.has_stepped = False
+        schedule = schedule_of(args)
+        self.replicated = len(schedule.routes) > 1
+        self.positions = torch.arange(args.seq_len)
+        if args.cp > 1:
+            self.positions = context_positions(args.seq_len, mesh.cp_group)
+        deferred = WeightGradStore()  # for schedules that put off the gradients of weights
+        self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
+        self.unique_chunks = self.chunks[:1] if self.replicated else self.chunks
+        self.homes = homes_of(mesh)
+        self.placements = on_all_ranks(placements_of, self.chunks, self.homes, self.replicated)
+        initialize(self.placements, args.seed)
+        self.mixtures = mixtures_of(self.chunks, args.moe_every)
+        self.stages = wrap(args, self.homes, self.chunks, self.placements)
+        self.optimizer = make_optimizer(args, self.parameters())
+        # Between layers, activations are (T, B, D): positions come first, as sp divides dim 0.
+        num_positions = len(self.chunks[0].activation_positions)
+        num_sequences = args.batch_size // (args.dp * args.microbatches)
+        shape = num_positions, num_sequences, args.hidden
+        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
+        options = {"group": mesh.pp_group, "shape": shape, "dtype": dtype, "device": device}
+        evaluation = forward_only(args.pp, args.microbatches, schedule.routes[0])
+        unique_stages = self.stages[: len(self.unique_chunks)]
+        self.evaluation = Pipeline(unique_stages, evaluation, self.loss, **options)
+        self.pipeline = Pipeline(
+            self.stages, schedule, self.loss, **options, defer=deferred,
+            # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all
+            sync_each=args.zero > 1,
+        )  # fmt: skip
+        if args.overlap:  # where tokens travel, a forward hands over to a backward, and vice versa
+            for mixture in self.mixtures.values():
+                mixture.hand_over = self.pipeline.turns.hand_over
+
+    def parameters(self, home=None):
+        """Return this rank's parameters, or ZeRO's pieces of them: all, or those of one Home."""
+        weights = [placement for placement in self.placements if not placement.is_buffer]
+        return [weight.tensor for weight in weights if home is None or weight.home is home]
+
+    def originals(self):
+        """Return the Placements of originals, which are saved."""
+        return [placement for placement in self.placements if placement.is_original]
+
+    def step(self, inputs, targets):
+        """Take one optimizer step on this rank's inputs and targets, (batch_size / dp, seq_len).
+
+        Returns {name: value}: the global loss, the gradient norm before clipping, and more. Raises
+        TrainingError, with the weights unchanged, if the loss or the norm is not finite.
+        """
+        args = self.args
+        seed_dropout(args.seed, self.steps_done, self.mesh)
+        loss = self.forward_backward(inputs, targets)
+        norm = self.clip_gradients()
+        tallies = sum_tallies(self.mixtures, args, self.mesh, self.device)
+        # The device decides whether to update, so the host launches the update without waiting.
+        is_finite = torch.stack([loss, norm]).isfinite().all()
+        rate = learning_rate(self.steps_done, args)
+        self.update(rate, tallies, is_finite)
+        self.has_stepped = True
+        scalars = {"loss": loss, "grad_norm": norm}
+        if args.experts:
+            scalars |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
+        # Here the host waits for the device. Elsewhere it does so only in layers with experts, and
+        # in update() for an optimizer that is not fused.
+        metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            # all ranks come here or none, since sums have equal bits on all ranks
+            numbers = "loss {loss:.4f}, grad norm {grad_norm:.3f}".format_map(metrics)
+            raise TrainingError(f"step {self.steps_done + 1} is not finite: {numbers}")
+        self.steps_done += 1
+        return metrics | {"lr": rate}
+
+    def forward_backward(self, inputs, targets):
+        """Set .grad to the gradients of the global batch, and return its loss."""
+        # DDP's gradients are views of its buckets and must stay. ZeRO sets .grad anew.
+        self.optimizer.zero_grad(set_to_none=self.args.zero > 0)
+        loss = self.run(self.pipeline, inputs, targets)
+        for stage in self.stages:
+            stage.finish_grad_sync()  # waits for the sums over dp x cp, which backward began
+        self.sum_shared_gradients()
+        return loss
+
+    @torch.no_grad()
+    def forward(self, inputs, targets):
+        """Return the loss of the global batch, in evaluation."""
+        return self.run(self.evaluation, inputs, targets)
+
+    def run(self, pipeline, inputs, targets):
+        """Run a batch through one of the two pipelines, and return its global loss."""
+        for chunk in self.chunks:
+            chunk.train(pipeline is self.pipeline)
+        inputs, targets = self.own_tokens(inputs, targets)
+        num_tokens = (targets != IGNORE_INDEX).sum()
+        all_reduce(num_tokens, group=self.mesh.dp_cp_group)
+        loss = pipeline.step(inputs, targets, num_tokens.clamp(min=1))
+        if loss is None:  # this rank does not have the last stage
+            loss = torch.zeros((), device=self.device)
+        all_reduce(loss, group=self.mesh.dp_cp_group)
+        all_reduce(loss, group=self.mesh.pp_group)
+        return loss
+
+    def loss(self, logits, targets, num_tokens):
+        """Return a microbatch's term of the loss: its sum of losses / tokens of the whole batch."""
+        losses = vocab_parallel_cross_entropy(
+            logits.flatten(0, 1), targets.t().flatten(), self.args.vocab_size, IGNORE_INDEX,
+            self.mesh.tp_group, inplace=True,
+        )  # fmt: skip
+        return losses.sum() / num_tokens
+
+    def sum_shared_gradients(self):
+        """Sum gradients over copies of a weight, each of which has only some terms of its gradient.
+
+        The sums over dp x cp have ended. As sums commute, the order of these three changes nothing
+        but rounding. Of a tied weight, a rank has
+
+            2 copies    if it has the first and the last stage, as in DualPipe or zb-v
+            1 copy      if it has one of them, and the other rank of embedding_group has the other;
+                        also if pp is 1, where embedding and head share it and the group is a rank
+            no copy     in the middle of the pipeline
+        """
+        marked = [placement for placement in self.placements if placement.sum_over_tp]
+        for home in self.homes:
+            parts = {weight.tensor: weight.part for weight in marked if weight.home is home}
+            sum_gradients_over_tp(parts, home.tp_group, check=not self.has_stepped)
+        if self.replicated:
+            sum_replicas(self.chunks, self.mesh.pp_group)
+        tied = [weight.tensor.grad.detach() for weight in self.placements if weight.is_tied]
+        if len(tied) == 2:
+            tied[0].add_(tied[1])
+            tied[1].copy_(tied[0])
+        elif len(tied) == 1:
+            all_reduce(tied[0], group=self.mesh.embedding_group)
+
+    def clip_gradients(self):
+        """Scale all gradients so that their norm is at most grad_clip. Return the norm they had."""
+        norm = self.norm_of_gradients()
+        if self.args.grad_clip > 0:
+            gradients = [parameter.grad for parameter in self.parameters()]
+            clip_grads_with_norm_(gradients, self.args.grad_clip, norm)
+        return norm
+
+    def norm_of_gradients(self):
+        """Return the norm of the model's gradients, in which each weight counts once."""
+        norms = []
+        for home in self.homes:
+            if not self.parameters(home):
+                continue  # a stage without experts, on all ranks of its groups
+            weights = [placement for placement in self.placements if placement.home is home]
+            counted = [weight.tensor.grad for weight in weights if weight.counts]
+            # squares are summed over ranks with different elements: ZeRO's shards, then parts
+            groups = [home.shard_group] if self.args.zero else []
+            groups.append(home.split_group)
+            nothing = torch.zeros(0, device=self.device)  # a rank that counts nothing takes part
+            norms.append(get_total_norm([nothing, *counted], groups=groups))
+        return get_total_norm(norms, groups=[self.mesh.pp_group])
+
+    def update(self, rate, tallies, is_finite):
+        """Update weights and the routers' biases if is_finite, a tensor on the device, is true."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.optimizer.defaults.get("fused"):
+            # as with torch.amp.GradScaler, a fused step changes nothing if this is 1
+            self.optimizer.found_inf = (~is_finite).float()
+            self.optimizer.step()
+        elif is_finite:  # for which the host waits
+            self.optimizer.step()
+        if self.args.balance == "bias":
+            for number, layer in self.mixtures.items():
+                loads = tallies[number, : layer.num_experts]
+                layer.router.update_bias(loads * is_finite)  # loads that are all 0 change no bias
+
+    def batch_of(self, data, step, part="train"):
+        """Return this rank's inputs and targets, (batch_size / dp, seq_len), of a batch of Data."""
+        args = self.args
+        return data.batch(step, args.batch_size, args.seq_len, args.seed, self.own_rows(), part)
+
+    def own_rows(self):
+        """Return the slice of this rank's sequences in the global batch."""
+        count = self.args.batch_size // self.args.dp
+        begin = dist.get_rank(self.mesh.dp_group) * count
+        return slice(begin, begin + count)
+
+    def own_tokens(self, *batches):
+        """Copy this rank's positions of batches (B, seq_len) to the device in one transfer."""
+        tokens = torch.stack(batches)[:, :, self.positions]
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory()  # so that the host need not wait for the copy
+        return tokens.to(self.device, non_blocking=True)
+
+
+def seed_dropout(seed, step, mesh):
+    """Seed the dropout masks of a step: the same on the ranks of tp, different on all others."""
+    coordinates = dist.get_rank(mesh.dp_cp_group), dist.get_rank(mesh.pp_group)
+    sequence = np.random.SeedSequence([seed, step, *coordinates])
+    torch.manual_seed(int(sequence.generate_state(1)[0]))
+
+
+def mixtures_of(chunks, moe_every):
+    """Return {number: MoE} of the chunks. Numbers count the whole model's layers with experts.
+
+    With --moe-every 2, layers 1, 3 and 5 have the mixtures 0, 1 and 2.
+    """
+    mixtures = {}
+    for chunk in chunks:
+        for i, layer in chunk.transformer["h"].items():
+            if isinstance(layer.mlp, MoE):
+                mixtures[int(i) // moe_every] = layer.mlp
+    return mixtures
+
+
+@torch.no_grad()
+def sum_tallies(mixtures, args, mesh, device):
+    """Return the tallies of all mixtures, summed over ranks. Reset this rank's own."""
+    sizes = args.layers // args.moe_every, args.experts + 3  # those of RouterLosses.tally
+    tallies = torch.zeros(sizes, dtype=torch.float64, device=device)
+    for number, layer in mixtures.items():
+        tallies[number].copy_(layer.losses.tally)
+        layer.losses.tally.zero_()
+    if args.experts:
+        for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
+            all_reduce(tallies, group=group)
+    return tallies
+
+
+# ---- what a step sends ---------------------------------------------------------------------------
+#
+# From a step to the wire, and what each call sends over which axis:
+#
+#     Trainer.step()
+#       forward_backward()
+#         run()                     dp x cp  the number of tokens that count, and the loss
+#                                   pp       the loss, which only the last stage has
+#         Pipeline.step()           pp       per microbatch, activations and their gradients
+#           GPT.forward()           tp       the token embedding's sum, and two sums per layer
+#             attention             cp       keys and values, or heads and positions (Ulysses)
+#             MoE                   ep       tokens to their experts, and back; balance losses
+#                                            send a few numbers over dp, cp and tp
+#           Trainer.loss()          tp       a maximum and sums per token, in place of all logits
+#           backward                         the same in reverse
+#             DDP or FSDP           dp x cp  gradients, beside backward; ZeRO-3 gathers weights
+#                                            here and in forward, ZeRO-1 and 2 in forward
+#         finish_grad_sync()        dp x cp  nothing: it waits for these sums
+#         sum_shared_gradients()    tp       where a rank's gradients cover its own tokens only
+#                                   pp       the tied weight's two copies, DualPipe's replicas
+#       clip_gradients()            tp, pp   squares of the norm; with ZeRO also dp x cp, for
+#                                            experts also ep
+#       sum_tallies()               all      with experts, how many tokens each got
+#       update()                             nothing: each rank updates what it owns
+
+# ---- what layers cost, and how stages share them -------------------------------------------------
+
+
+def divide_layers(config, routes):
+    """Return the range of each stage's layers, chosen so that the costliest rank costs least.
+
+    Every layer counts 1, with experts or not, and the last stage also has the head. Each stage
+    between the first and the last gets one layer. Each other layer is given to the rank that costs
+    least so far, and there to the cheapest stage. Among equal stages the last one gets it, since
+    earlier ones keep the activations of more microbatches. If the head costs as much as 1.1 layers,
+    4 stages get 8, 8, 8 and 6 of 30 layers. routes: see stages_of().
+    """
+    num_stages = len(routes[0])
+    sizes = [1] * num_stages
+    sizes[0] = sizes[-1] = 0
+    costs = [*sizes]
+    # forward takes 1 pass, backward 2, and recomputation 1, of which the head needs none
+    passes = 4 if config.recompute == "full" else 3
+    costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
+    beside = [stages_of(rank, routes) for rank, _ in routes[0]]  # for each stage, its rank's
+
+    def preference(stage):
+        cost_of_rank = sum(costs[other] for other in beside[stage])
+        return cost_of_rank, costs[stage], -stage
+
+    for _ in range(config.layers - sum(sizes)):
+        stage = min(range(num_stages), key=preference)
+        sizes[stage] += 1
+        costs[stage] += 1
+    ends = itertools.accumulate(sizes)
+    return [range(end - size, end) for end, size in zip(ends, sizes)]
+
+
+def forward_flops(config, share_with_experts):
+    """Return the forward FLOPs of one layer per token: (weight products, attention).
+
+    Each weight that a token uses costs 2 FLOPs, in all about 24 h^2. Attention to s tokens costs
+    4 s h, of which the causal mask hides half; all of it counts, as in the MFU of PaLM (Chowdhery
+    et al., 2022). share_with_experts: 1 if the layer has experts, 0 if not, and for the mean of
+    several layers the share of those that have.
+    """
+    h = config.hidden
+    kv_width = h * (config.kv_heads or config.heads) // config.heads
+    mlp = (3 if config.is_llama else 2) * h * config.mlp_width
+    weights = 2 * h * h + 2 * h * kv_width + mlp
+    extra = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
+    return 2 * (weights + share_with_experts * extra), 4 * config.seq_len * h
+
+
+def flops_of_layers(config):
+    """Return the forward FLOPs of all layers per token."""
+    return sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
+
+
+def flops_of_head(config):
+    """Return the forward FLOPs of the head per token."""
+    return 2 * config.hidden * config.vocab_size
 
 
 # ==== services ====================================================================================

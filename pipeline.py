@@ -82,9 +82,10 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     inputs, targets: lists of microbatches. In the example m divides the batch, so they are equal,
         and each has 1/m of the loss. The first rank uses the values of inputs. The others use only
         their shape, floating-point dtype and device, which must be those of the tensors they
-        receive. So if stages keep the shape of their input, all ranks can pass the same inputs. If
-        the first stage embeds tokens, the others pass tensors made by torch.empty() (see
-        plain_step() in hybrid.py). Only the last rank uses targets.
+        receive (contiguous ones, as all messages are). So if stages keep the shape of their input,
+        all ranks can pass the same inputs. If the first stage embeds tokens, the others pass
+        tensors made by torch.empty() (see plain_step() in hybrid.py). Only the last rank uses
+        targets.
     loss_fn returns a microbatch's share of the loss, such as its mean divided by the number of
         microbatches, because the gradients of the shares are summed.
     group: the ranks of the pipeline, or None for all that torchrun has started.
@@ -218,6 +219,7 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 #     halves of a backward   layers whose weights' gradients are computed later, in idle time
 #     executor               Pipeline, the class to use: messages travel while ranks compute
 #     two passes in turns    a forward and a backward that hide each other's messages to experts
+#     replicas               the sum of the gradients of DualPipe's two copies of each layer
 #     costs                  formulas for the bubble and the peak of each schedule
 #
 # Schedules shorten the bubble in three ways. They divide a backward, so that the part for which no
@@ -404,6 +406,8 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
     tensors = {}  # {Transfer: tensor}, from when it is made or received until it is used or sent
     passes = {}  # {(microbatch, chunk): (input, output)}, as in gpipe_step()
     losses = []
+    if len(targets) != schedule.num_microbatches:
+        raise ValueError(f"{len(targets)} microbatches, not the schedule's")
 
     def perform(action, received=None):
         if action.kind == "F":
@@ -517,7 +521,8 @@ def one_f_one_b(num_stages, num_microbatches):
 def interleaved(num_stages, num_microbatches, num_chunks=2):
     """1F1B with v chunks per rank: chunk c of rank r is stage c*p + r.
 
-    Microbatches go in groups of p: a group passes chunk 0 of all ranks, then chunk 1, and so on.
+    The bubble is 1/v of 1F1B's, for v times as many messages. Microbatches go in groups of p: a
+    group passes chunk 0 of all ranks, then chunk 1, and so on.
 
         rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3        p = 2, m = 4, v = 2;
         rank 1   F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3        small letters: chunk 1
@@ -533,6 +538,9 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
     backwards = [Action("B", i, v - 1 - chunk) for i, chunk in order]
     rows = []
     for rank in range(p):
+        # The last rank's first backward follows the first F of its last chunk, before which it has
+        # (v-1)p Fs. Each rank before it goes forward twice more: while that microbatch is on its
+        # way to the next rank, and while its gradient is on the way back.
         warmup = 2 * (p - rank - 1) + (v - 1) * p
         steady = [action for pair in zip(forwards[warmup:], backwards) for action in pair]
         cooldown = backwards[len(steady) // 2 :]
@@ -699,10 +707,8 @@ def pair_up(schedule):
     long. If F <= I, the bubbles with pairs are at most what claim() returns. Otherwise they are
     longer by up to (p/2-1)(F-I), for dualpipe_v by up to (p-1)(F-I)/2.
 
-    interleaved() can be paired as well, and takes no longer if messages take no time. But with two
-    chunks, its last rank gets no pairs. 1F1B gets none, because its F and the next B are of one
-    chunk, on the last rank even of one microbatch. For pairs, its warm-up would need 2(p-r)-1
-    forwards in place of p-r-1, and a rank would hold twice the activations.
+    interleaved() can be paired as well, but with two chunks, its last rank gets no pairs. 1F1B gets
+    none, because its F and the next B are of one chunk.
     """
     rows = []
     for first, *others in schedule:
@@ -1389,7 +1395,7 @@ def sum_replicas(stages, group=None):
 # ---- what the schedules cost ---------------------------------------------------------------------
 #
 # claim() has formulas for the idle time of the rank that waits longest. If F, B, I and W are a
-# microbatch's times on a rank, they are derived like this:
+# microbatch's times on a rank, they are derived like this, but for dualpipe's, which is quoted:
 #
 #     naive          The other p - 1 ranks work on each microbatch, one after another.
 #     gpipe, 1f1b    The last rank waits for its first input, (p-1)F, and at the end until the last

@@ -43,49 +43,98 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from collectives import (
-    all_gather_single, all_gather_to_group, all_to_all_in_group, autocasted, count_bytes, exchange,
-    plain_exchange, rank_and_size, reduce_scatter_single, reduce_scatter_to_group, run_ranks,
+    all_gather_single, all_gather_to_group, all_reduce, all_to_all_in_group, autocasted,
+    count_bytes, exchange, plain_exchange, rank_and_size, reduce_scatter_single,
+    reduce_scatter_to_group, run_ranks,
 )
 from tensor_parallel import attention
 
 # ---- sequence parallelism: the idea --------------------------------------------------------------
+#
+# In a step, rank r of t takes the r-th of t chunks of T positions, here for a layer whose matrices
+# are split as in split_attention() and split_mlp() of tensor_parallel.py:
+#
+#     x = whole_x.chunk(t)[rank]  # (T, B, D) -> (T/t, B, D)
+#     x = sequence_parallel_attention(x, norm_1, qkv, out, K)
+#     x = sequence_parallel_mlp(x, norm_2, up, down)
+#     losses = ...  # of this rank's tokens
+#     losses.sum().backward()
+#     sum_gradients([*norm_1.parameters(), *norm_2.parameters()])
 
 
-def sequence_parallel_mlp(x, norm, up, down, group=None):
-    """Return x + MLP(norm(x)) for this rank's tokens x, (T/t, B, D), in a group of t ranks.
+def sequence_parallel_block(x, norm, inner, group=None, p=0.0):
+    """Return x + dropout(inner(norm(x))) for this rank's tokens x, (T/t, B, D), as in the picture.
 
-    up: (4 D/t, D) and down: (D, 4 D/t), this rank's parts of the weights of an MLP of width 4 D.
+    inner: attention or an MLP, of which each rank has a part: (T, B, D) -> (T, B, D), this rank's
+        term of the result.
     norm: a module. The gradients of its parameters cover this rank's tokens only, and must still be
         summed over the group.
+    p: the probability of dropout. Ranks drop elements of different tokens, so seed their generators
+        differently.
     Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep only
     norm(x), and gather it again in backward.
-    Types (see "the idea" in tensor_parallel.py): x, up, down: V; parameters of norm: R; result: V.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
-    hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, 4 D/t)
-    partial_sum = F.linear(hidden, down)  # (T, B, D)
-    return x + reduce_scatter_to_group(partial_sum, 0, group)  # (T/t, B, D); backward: all-gather
+    term = inner(whole)  # (T, B, D)
+    y = reduce_scatter_to_group(term, 0, group)  # (T/t, B, D); backward: all-gather
+    return x + F.dropout(y, p)
+
+
+def sequence_parallel_mlp(x, norm, up, down, group=None, p=0.0):
+    """Do sequence_parallel_block() with this rank's part of an MLP of width 4 D.
+
+    up: (4 D/t, D) and down: (D, 4 D/t). Types (see "the idea" in tensor_parallel.py): x, up, down:
+    V; parameters of norm: R; result: V.
+    """
+
+    def mlp(x):
+        hidden = F.gelu(F.linear(x, up), approximate="tanh")  # (T, B, 4 D/t)
+        return F.linear(hidden, down)
+
+    return sequence_parallel_block(x, norm, mlp, group, p)
+
+
+def sequence_parallel_attention(x, norm, qkv, out, K, group=None, p=0.0):
+    """Do sequence_parallel_block() with causal attention of 1/t of the heads, of width K.
+
+    qkv: (3, D/t, D) and out: (D, D/t). Types: x, qkv, out: V; parameters of norm: R; result: V.
+    """
+
+    def heads(x):
+        columns = F.linear(x, qkv.flatten(0, 1))  # (T, B, 3 D/t)
+        q, k, v = columns.unflatten(2, (3, -1, K)).permute(2, 1, 3, 0, 4)  # (B, heads/t, T, K) each
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.linear(y.permute(2, 0, 1, 3).flatten(2), out)  # (T, B, D/t) -> (T, B, D)
+
+    return sequence_parallel_block(x, norm, heads, group, p)
+
+
+def sum_gradients(parameters, group=None):
+    """Sum the gradients of parameters that each rank has applied to its own tokens only."""
+    for parameter in parameters:
+        all_reduce(parameter.grad, group=group)
 
 
 # ---- context parallelism: the idea ---------------------------------------------------------------
 #
 # Each rank has all parameters, and q, k and v of its own T/P positions, for H heads of width K.
 # Other layers treat each token by itself, so only attention needs anything from other ranks: the
-# keys and values of all earlier tokens. The shortest way is to gather those of all ranks.
+# keys and values of all earlier tokens. The shortest way is to gather those of all ranks. The three
+# simple_...() functions expect the plain order: rank r has positions r T/P to (r+1) T/P - 1.
 
 
 def simple_allgather_attention(q, k, v, group=None):
     """Causal attention of this rank's T/P queries to the keys of all ranks, which it gathers.
 
-    q, k, v and the result: (B, H, T/P, K). Rank r has the r-th of P equal parts of the sequence.
-    Types: V, V, V -> V.
+    q, k, v and the result: (B, H, T/P, K). Rank r has the r-th of P equal parts of the sequence,
+    which is the plain order, where allgather_attention() expects zig-zag. Types: V, V, V -> V.
     """
     rank, _ = rank_and_size(group)
     k = all_gather_to_group(k, 2, group)  # (B, H, T, K); backward: reduce-scatter
     v = all_gather_to_group(v, 2, group)
     scores = q @ k.mT * q.shape[-1] ** -0.5  # (B, H, T/P, T)
-    start = rank * q.shape[2]  # the position of this rank's first query
-    later = torch.ones_like(scores, dtype=torch.bool).triu(start + 1)  # keys after the query
+    start = rank * q.shape[2]  # query i is at position start + i, and key j at position j
+    later = torch.ones_like(scores, dtype=torch.bool).triu(start + 1)  # where j > start + i
     return scores.masked_fill(later, -math.inf).softmax(-1) @ v
 
 
@@ -100,8 +149,7 @@ def simple_ring_attention(q, k, v, group=None):
 
     plain_exchange() of collectives.py sends and receives, and returns when both are done. Autograd
     does not follow it, so there is no backward. ring_attention() has one, overlaps messages with
-    computation, skips what the mask hides, does not overflow in exp(), and expects the zig-zag
-    order (below), which gives all ranks equal work.
+    computation, skips what the mask hides, does not overflow in exp(), and expects zig-zag order.
     """
     rank, world_size = rank_and_size(group)
     kv = torch.stack([k, v])
@@ -111,7 +159,8 @@ def simple_ring_attention(q, k, v, group=None):
     for step in range(world_size):
         source = (rank - step) % world_size  # the rank whose keys and values kv holds
         scores = q @ kv[0].mT * q.shape[-1] ** -0.5  # (B, H, T/P, T/P)
-        weights = scores.exp().tril((rank - source) * q.shape[2])  # 0 for keys after the query
+        # Query i is at position rank T/P + i, and key j at source T/P + j. Later keys get 0.
+        weights = scores.exp().tril((rank - source) * q.shape[2])
         output = output + weights @ kv[1]
         total = total + weights.sum(-1, keepdim=True)
         if step < world_size - 1:
@@ -128,7 +177,8 @@ def simple_ring_attention(q, k, v, group=None):
 def simple_ulysses_attention(q, k, v, group=None):
     """Do the same as simple_allgather_attention(), but for all positions of 1/P of the heads.
 
-    P must divide the number of heads. Types: V, V, V -> V.
+    P must divide the number of heads. ulysses_attention() expects zig-zag order.
+    Types: V, V, V -> V.
     """
     _, world_size = rank_and_size(group)
 
@@ -184,7 +234,7 @@ def context_positions(seq_len, group=None):
     """Return the positions (T/P,) of this rank's tokens in a sequence of 2P equal chunks."""
     rank, world_size = rank_and_size(group)
     _check_chunks(seq_len, world_size)
-    chunks = torch.arange(seq_len).chunk(2 * world_size)
+    chunks = torch.arange(seq_len, device="cpu").chunk(2 * world_size)
     return torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]])
 
 
@@ -196,9 +246,11 @@ def _check_chunks(seq_len, cp):
 def allgather_attention(q, k, v, group=None):
     """Causal attention of local queries to all keys and values, which every rank gathers.
 
-    q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. The tokens are at
-    context_positions(). On a GPU the dtype must be fp32, fp16 or bf16, and K elements must take a
-    multiple of 16 bytes. Raises ValueError if the shapes or dtypes do not fit. Types: V, V, V -> V.
+    q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. The shapes are the
+    same on all ranks. The tokens are at context_positions(), in zig-zag order. In any other order
+    the result is wrong, and nothing shows it. On a GPU the dtype must be fp32, fp16 or bf16, and K
+    elements must take a multiple of 16 bytes. Raises ValueError if this rank's shapes or dtypes do
+    not fit. Types: V, V, V -> V.
     """
     q, k, v = _checked(q, k, v, group)
     return _AllGatherAttention.apply(q, k, v, group)
@@ -207,7 +259,8 @@ def allgather_attention(q, k, v, group=None):
 def ring_attention(q, k, v, group=None):
     """Do the same as allgather_attention(), but pass k and v around the ring, in P-1 steps.
 
-    They travel while attention to those of the step before is computed. Types: V, V, V -> V.
+    They travel while attention to those of the step before is computed. It, too, expects the
+    zig-zag order. Types: V, V, V -> V.
     """
     q, k, v = _checked(q, k, v, group)
     return _RingAttention.apply(q, k, v, group)
@@ -218,8 +271,8 @@ def ulysses_attention(q, k, v, group=None):
 
     The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
     the second one turns the result back. P must divide H, and either P divides KV or KV divides P;
-    if KV < P, k and v are repeated to P heads (D_kv = P K). For shapes, see allgather_attention().
-    Types: V, V, V -> V.
+    if KV < P, k and v are repeated to P heads (D_kv = P K). For shapes and the zig-zag order, see
+    allgather_attention(). Types: V, V, V -> V.
     """
     q, k, v = _checked(q, k, v, group)
     _, world_size = rank_and_size(group)
@@ -361,12 +414,12 @@ class _RingAttention(torch.autograd.Function):
 
     The gradients of k and v travel around the ring one step behind k and v. Each rank adds its part
     and sends the sum on. The owner of k and v computes its own part while the last sum arrives. In
-    backward, P = 3 ranks compute parts of the gradients of these ranks' k and v:
+    backward, where G_i are the gradients of rank i's k and v, rank 0 of P = 3 does:
 
-        visit    rank 0              rank 1              rank 2
-        1        2                   0                   1
-        2        1 + rank 2's sum    2 + rank 0's sum    0 + rank 1's sum
-        3        0 + rank 2's sum    1 + rank 0's sum    2 + rank 1's sum
+        visit    k, v of    computes       adds from rank 2      sends to rank 1
+        1        rank 2     part of G_2                          1 of 3 parts of G_2
+        2        rank 1     part of G_1    1 part of G_1         2 of 3 parts of G_1
+        3        rank 0     part of G_0    2 parts of G_0        nothing: G_0 is complete
     """
 
     @staticmethod
@@ -539,8 +592,8 @@ def context_parallel_bytes(
 
 # ==== what a layer keeps for backward =============================================================
 #
-# A subject of its own, which needs no group: recomputation, dropout with small masks, and the bytes
-# that a layer keeps. A reader who wants sequence and context parallelism alone may stop here.
+# A subject of its own, which needs no group: recomputation, and the bytes that a layer keeps. A
+# reader who wants sequence and context parallelism alone may stop here.
 
 # ---- recomputation -------------------------------------------------------------------------------
 #
@@ -559,8 +612,9 @@ def context_parallel_bytes(
 # If a layer's input takes c bytes, and all that a layer keeps takes a bytes, L layers need at most
 # c L/n + a n: inputs, and what n layers keep. This is least with n = sqrt(c L/a), which is the
 # well-known sqrt(L) if a = c. A transformer's layer keeps a = 17 c, by activation_bytes() without
-# tp and with fused attention, so n = 1 is best up to 34 layers. A pipeline stage keeps the inputs
-# of m microbatches in flight, but recomputes one at a time: m c L/n + a n, with n = sqrt(m c L/a).
+# tp, with dropout and with fused attention, so n = 1 is best up to 34 layers. A pipeline stage
+# keeps the inputs of m microbatches in flight, but recomputes one at a time: m c L/n + a n, with
+# n = sqrt(m c L/a).
 
 
 def recompute(function, *inputs):
@@ -616,17 +670,17 @@ class _Hollow(torch.autograd.Function):
         return grad_output
 
 
-# ---- dropout -------------------------------------------------------------------------------------
+# ---- the bytes that a layer keeps ----------------------------------------------------------------
 
 
 def dropout(x, p, training=True):
-    """Apply dropout with a mask of bytes. On a CPU, F.dropout() keeps a mask in x's dtype."""
+    """Apply dropout with a mask of bytes, as activation_bytes() counts it, also on a CPU.
+
+    There F.dropout() keeps a mask in x's dtype.
+    """
     if not training or p == 0:
         return x
     return torch.native_dropout(x, p, True)[0]
-
-
-# ---- the bytes that a layer keeps ----------------------------------------------------------------
 
 
 def activation_bytes(

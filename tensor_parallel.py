@@ -11,11 +11,11 @@ split by columns, whole heads to each rank, and the output projection by rows.
 With P = 2, A = [A_0 A_1], side by side, and C = [C_0; C_1], one above the other. An all-reduce
 gives every rank the sum of all ranks' tensors:
 
-    X  --f-->  X  --A_r-->  U_r  --GeLU-->  Y_r  --C_r-->  Z_r  --g-->  Z = Z_0 + Z_1
+    X  --f-->  X  --A_r-->  U_r  --GeLU-->  Y_r  --C_r-->  Z_r  --g-->  Z
                column-parallel                row-parallel
 
-    f = copy_to_group()       forward: identity     backward: all-reduce   dX has a term per rank
-    g = reduce_from_group()   forward: all-reduce   backward: identity     Z has a term per rank
+    f = copy_to_group()       forward: identity     backward: all-reduce   dX = dX_0 + dX_1
+    g = reduce_from_group()   forward: all-reduce   backward: identity     Z = Z_0 + Z_1
 
 F.linear() takes a matrix transposed, which is written A' here. So columns of A are rows (dim 0) of
 its weight A', and rows of C are columns (dim 1) of C'.
@@ -89,9 +89,10 @@ from collectives import (
 #
 # Docstrings give the type of each tensor (see "derivatives" in collectives.py):
 #
-#     I    equal on all ranks, and so is its gradient      X, Z, the loss, norms
-#     V    this rank's own                                 A_r, C_r, U_r, Y_r, the logits
-#     R    equal on all ranks, but each rank's gradient is a part, and the parts must be summed
+#     I    equal on all ranks, and so is its gradient     X, Z, the loss, norms
+#     V    this rank's own, and so is its gradient        A_r, C_r, U_r, Y_r, the logits
+#     R    equal on all ranks, but a rank's gradient      on the upper floor only
+#          is a part, and the parts must be summed
 
 
 def column_linear(x, weight, bias=None, group=None):
@@ -153,9 +154,13 @@ def own_part(indices, start, size):
 
 
 def split_embedding(tokens, weight, group=None):
-    """Look tokens up in an embedding of which rank r has the r-th part, (vocabulary/P, D).
+    """Look tokens up in an embedding of which rank r has the r-th of P equal parts.
 
-    P divides the vocabulary. A rank takes zeros for tokens whose rows it does not have, and the
+        weight = table.unflatten(0, (P, -1))[rank].clone()  # (vocabulary, D) -> (vocabulary/P, D)
+        x = split_embedding(tokens, weight)  # (B, T) -> (B, T, D)
+
+    P divides the vocabulary, or unflatten() raises an error. chunk() would make unequal parts, with
+    which results are wrong. A rank takes zeros for tokens whose rows it does not have, and the
     results are summed. For a token outside the vocabulary the sum is zero. Types: weight V -> I.
     """
     rank, _ = rank_and_size(group)
@@ -167,13 +172,14 @@ def split_embedding(tokens, weight, group=None):
 def split_cross_entropy(logits, target, group=None):
     """Return the loss of each of N tokens, (N,), from this rank's columns of the logits.
 
-        logits = column_linear(x.flatten(0, 1), weight)  # (N, vocabulary/P)
-        losses = split_cross_entropy(logits, target)
+        logits = column_linear(x.flatten(0, 1), weight)  # (B, T, D) -> (N, vocabulary/P)
+        losses = split_cross_entropy(logits, targets.flatten())  # targets: (B, T), as those of x
 
-    The weight is split as that of split_embedding(), or is the same one (a tied head). The loss of
-    a token with the whole logits `row` is log(sum(exp(row))) - row[target]. The logits stay split,
-    and ranks exchange three numbers for each token. There is no ignore_index: a target outside the
-    vocabulary, such as -100, gives NaN. Types: logits V -> I.
+    Targets are in the order of the logits' rows. The weight is split into equal parts as that of
+    split_embedding(), or is the same one (a tied head). The loss of a token with the whole logits
+    `row` is log(sum(exp(row))) - row[target]. The logits stay split, and ranks exchange three
+    numbers for each token. There is no ignore_index: a target outside the vocabulary, such as -100,
+    gives NaN. Types: logits V -> I.
     """
     rank, P = rank_and_size(group)
     largest = logits.detach().amax(1)  # (N,)
@@ -190,23 +196,55 @@ def split_cross_entropy(logits, target, group=None):
 
 # ==== upper floor =================================================================================
 #
-# The functions above are tensor parallelism. Training needs four more things, in this order:
+# The functions above are tensor parallelism. This is the same GPT, made of the modules below, with
+# sequence parallelism. Every rank has all sequences, but outside of f and g only the r-th of P
+# chunks of their tokens. Here they lie along dim 0, (T, B, D), so that a chunk is contiguous. Seed
+# all ranks alike first: each draws every whole matrix, and keeps its part.
 #
-#     linear layers that send while they compute, and that serve sequence parallelism, too
-#     modules that hold this rank's part of each parameter, and know where it lies in the whole
-#     a loss that takes less memory
-#     a sum for copies of a parameter whose gradients are only parts
+#     split = {"group": group, "sequence_parallel": True}
+#     embedding = VocabParallelEmbedding(vocabulary, D, **split)  # its weight serves the head, too
+#     positions = mark_sum_over_tp(nn.Embedding(T, D))
+#     layers = nn.ModuleList()
+#     for _ in range(depth):
+#         layer = nn.Module()
+#         layer.norm_1 = mark_sum_over_tp(nn.LayerNorm(D))
+#         layer.attention = ParallelSelfAttention(D, heads, **split)
+#         layer.norm_2 = mark_sum_over_tp(nn.LayerNorm(D))
+#         layer.up = ColumnParallelLinear(D, 4 * D, **split)
+#         layer.down = RowParallelLinear(4 * D, D, **split)
+#         layers.append(layer)
+#     norm = mark_sum_over_tp(nn.LayerNorm(D))
+#     model = nn.ModuleList([embedding, positions, layers, norm])
 #
-# Behind a banner of its own stands what large chunks and pipelines add to the linear layers.
+# What mark_sum_over_tp() marks is not split, but is applied to this rank's chunk only. So gradients
+# of its copies are parts, and must be summed. In a step, tokens and targets are (T, B), the same on
+# every rank:
+#
+#     x = embedding(tokens)  # (T/P, B, D), this rank's chunk
+#     own_positions = torch.arange(T).chunk(P)[rank]
+#     x = x + positions(own_positions).unsqueeze(1)
+#     for layer in layers:
+#         x = x + layer.attention(layer.norm_1(x))  # attention sees all T positions
+#         x = x + layer.down(F.gelu(layer.up(layer.norm_2(x))))  # (T, B, 4 D/P) between up and down
+#     logits = column_parallel_linear(norm(x), embedding.weight, **split)  # (T, B, vocabulary/P)
+#     logits = logits.flatten(0, 1)  # in the order of targets.flatten()
+#     losses = vocab_parallel_cross_entropy(logits, targets.flatten(), vocabulary, group=group)
+#     losses.mean().backward()  # on every rank
+#     sum_gradients_over_tp(parameters_to_sum_over_tp(model), group)
+#     check_gradients_over_tp(model, group)  # in the first step: has a mark been forgotten?
+#     optimizer.step()
+#
+# Without sequence_parallel x is (T, B, D) on every rank, and nothing is marked. Sections follow on
+# the linear layers, the modules, the loss, and the marked copies. Behind a banner of its own stands
+# what large chunks and pipelines add to the linear layers.
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
 # column_parallel_linear() and row_parallel_linear() compute what column_linear() and row_linear()
-# do. With sequence parallelism every rank has all sequences, but outside of f and g only the r-th
-# of P chunks of their tokens. Sequences lie along dim 0, (T, B, D), so that a chunk is contiguous,
-# and is sent and received as it is. f gathers the chunks of X, and its backward is a
-# reduce-scatter, which sums dX and gives each rank its chunk. g is the reverse. With a layer's
-# weight W, (out, in), and W' transposed, the layers compute
+# do, and send while they compute. With sequence parallelism f gathers the chunks of X, and its
+# backward is a reduce-scatter, which sums dX and gives each rank its chunk. g is the reverse. W,
+# (out, in), is a layer's weight, which is A' or C' on the ground floor. So its transpose W' is A or
+# C, and the layers compute
 #
 #     column    forward     gather X;    Y = X W' + b
 #               backward    gather X;    dX = dY W, and scatter its sum;    dW = dY' X
@@ -218,8 +256,6 @@ def split_cross_entropy(logits, target, group=None):
 # gathered, and sums are all-reduces.
 #
 # A function begin_...() returns a function that waits for the result and returns it.
-# gather_and_multiply(), multiply_and_sum() and begin_weight_gradient() do what their names say. How
-# they do it, by chunks or later, stands under "additions to the linear layers".
 
 
 def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
@@ -230,8 +266,7 @@ def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=F
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
     x = autocasted(x)  # before x is saved and sent
-    begin_dweight = partial(begin_weight_gradient, weight, defer)
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, begin_dweight)
+    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
 
 
 def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=None):
@@ -246,16 +281,16 @@ def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=No
     if sequence_parallel and len(x) % P:
         raise ValueError(f"T={len(x)} is not divisible by tp={P}")
     x = autocasted(x)
-    begin_dweight = partial(begin_weight_gradient, weight, defer)
-    return _RowLinear.apply(x, weight, group, sequence_parallel, begin_dweight)
+    return _RowLinear.apply(x, weight, group, sequence_parallel, defer)
 
 
 class _ColumnLinear(torch.autograd.Function):
     """Compute y = x W' + b, where x is gathered first if `split`."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, split, begin_dweight):
-        ctx.arguments = group, split, begin_dweight
+    def forward(ctx, x, weight, bias, group, split, defer):
+        ctx.arguments = group, split, defer
+        ctx.parameter = weight  # itself: what autograd saves may lack its hooks and .grad
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         _, y = gather_and_multiply(x, weight, bias, split, group)
         return y
@@ -264,11 +299,11 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        group, split, begin_dweight = ctx.arguments
+        group, split, defer = ctx.arguments
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dx = dweight = dbias = None
         if wants_weight:
-            get_dweight = begin_dweight(dy, x, split, group)
+            get_dweight = begin_weight_gradient(ctx.parameter, defer, dy, x, split, group)
         if wants_x:  # dY W is computed while X is gathered
             get_dx = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
         if wants_weight:  # dW is computed while dX is summed
@@ -284,8 +319,9 @@ class _RowLinear(torch.autograd.Function):
     """Compute y = the sum of x W' over the ranks, or, if `split`, this rank's chunk of it."""
 
     @staticmethod
-    def forward(ctx, x, weight, group, split, begin_dweight):
-        ctx.arguments = group, split, begin_dweight
+    def forward(ctx, x, weight, group, split, defer):
+        ctx.arguments = group, split, defer
+        ctx.parameter = weight
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return multiply_and_sum(x, weight, split, group)
 
@@ -293,7 +329,7 @@ class _RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        group, split, begin_dweight = ctx.arguments
+        group, split, defer = ctx.arguments
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         dx = dweight = None
         if wants_x:
@@ -301,8 +337,40 @@ class _RowLinear(torch.autograd.Function):
         else:
             dy = begin_gather(dy, split, group)()
         if wants_weight:
-            dweight = begin_dweight(dy, x, False, group)()
+            dweight = begin_weight_gradient(ctx.parameter, defer, dy, x, False, group)()
         return dx, dweight, None, None, None
+
+
+def gather_and_multiply(x, weight, bias, split, group=None):
+    """Return X, which is x, or gathered from all ranks' x if `split`, and X W' + b."""
+    if split and by_chunks(x.nbytes, x.device, group):  # see "products by chunks"
+        return gather_by_chunks(x, weight, bias, group)
+    x = begin_gather(x, split, group)()
+    return x, F.linear(x, weight, bias)
+
+
+def multiply_and_sum(x, weight, split, group=None):
+    """Return the sum of x W' over the ranks or, if `split`, this rank's chunk of it."""
+    if split:
+        rows = x.shape[:-1].numel() // dist.get_world_size(group)
+        if by_chunks(rows * len(weight) * x.itemsize, x.device, group):
+            return scatter_by_chunks(x, weight, group)
+    return begin_sum(F.linear(x, weight), split, group)()
+
+
+def begin_weight_gradient(weight, defer, dy, x, split, group):
+    """Begin to gather x if `split`. Return a function that returns dW = dy' X.
+
+    Or None, if a pipeline's `defer` wants dW elsewhere: see "where a weight's gradient goes".
+    """
+    if defer is not None and defer.open and is_plain_leaf(weight):
+        # the pipeline asks for dW later, and only then is x gathered
+        defer.put(
+            weight, lambda: weight_gradient(weight, defer, dy, begin_gather(x, split, group)())
+        )
+        return lambda: None
+    get_x = begin_gather(x, split, group, async_op=True)
+    return lambda: weight_gradient(weight, defer, dy, get_x())
 
 
 def begin_gather(x, split, group=None, async_op=False):
@@ -503,21 +571,24 @@ class ShardedRandomState:
 
     def __init__(self, device, group=None):
         self.rank, self.world_size = rank_and_size(group)
-        self.on_gpu = torch.device(device).type == "cuda"
+        self.device = torch.device(device)
         self.outside = []  # a generator's states before each `with`, which may be nested
 
     def __enter__(self):
         seed = torch.randint(2**40, (), device="cpu").item() * self.world_size + self.rank
-        if self.on_gpu:
-            self.outside.append(torch.cuda.get_rng_state())
-            torch.cuda.manual_seed(seed)
+        if self.device.type == "cuda":
+            self.outside.append(torch.cuda.get_rng_state(self.device))
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(seed)
         else:
             self.outside.append(torch.get_rng_state())
             torch.default_generator.manual_seed(seed)  # torch.manual_seed() would seed GPUs, too
 
     def __exit__(self, *exception):
-        set_state = torch.cuda.set_rng_state if self.on_gpu else torch.set_rng_state
-        set_state(self.outside.pop())
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(self.outside.pop(), self.device)
+        else:
+            torch.set_rng_state(self.outside.pop())
 
 
 # ---- vocabulary: embedding and loss --------------------------------------------------------------
@@ -566,8 +637,8 @@ def vocab_parallel_cross_entropy(
     logits: (N, vocab_size/P), this rank's columns, as VocabParallelEmbedding divides them.
     target: (N,) token ids in the order of the logits, the same on every rank. For logits flattened
         from (T, B, vocab_size/P), that is (T, B), too.
-    inplace: whether backward's gradient is written over the logits, which no other loss can then
-        use. If not, it takes as much memory as they do.
+    inplace: whether forward writes the gradient over the logits, which no other loss and no metric
+        can then use. If not, it takes as much memory as they do.
     Types: logits V -> losses I, so all ranks must use all losses identically.
 
     Return (N,) losses in fp32 at least: 0 where target is ignore_index, and NaN, as is the
@@ -641,14 +712,7 @@ class _CrossEntropy(torch.autograd.Function):
 # the same gradient. There are two exceptions. A parameter that is used between f and g, such as a
 # norm of q, sees this rank's heads only. With sequence parallelism, one that is used outside of
 # them sees this rank's tokens only. Then each rank has a part of its gradient, and the parts must
-# be summed once per step:
-#
-#     mark_sum_over_tp(model.norm)  # once
-#     loss.backward()
-#     sum_gradients_over_tp(parameters_to_sum_over_tp(model), group)
-#     if not is_checked:
-#         is_checked = check_gradients_over_tp(model, group)  # whether anything was left out
-#     optimizer.step()
+# be summed once per step, as under "upper floor".
 
 
 def mark_sum_over_tp(module):
@@ -661,8 +725,9 @@ def mark_sum_over_tp(module):
         norm before attention, MLP or head; positions    do not mark    mark: a rank has T/P tokens
         norm of q or k between c_attn and c_proj         mark           mark: a rank has H/P heads
         bias of RowParallelLinear                        do not mark    marked by its class
-        MoE's router and shared experts                  do not mark    mark: a rank has T/P tokens
-            with a tp_group (see expert_parallel.py)     mark           -
+        router and shared experts of MoE
+            without tp_group                             do not mark    mark: a rank has T/P tokens
+            with tp_group, which divides the tokens      mark           x is divided already
 
     Nothing finds a parameter that is marked and should not be: the sum of complete gradients is P
     times too large, on all ranks alike. check_gradients_over_tp() finds what is not marked and
@@ -720,9 +785,11 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
 
     Such copies drift apart. Every parameter that no Shard splits over the group is a copy. Kernels
     may round differently, so gradients differ if one is further from their mean than `tolerance`
-    times the mean's norm. Return whether all gradients are finite, since others count as equal: in
-    fp16 the first steps may overflow. Each mean takes an all-reduce, so call this after the sums of
-    a step until it returns True. With zero.py, ranks must have the same pieces: see `apart` there.
+    times the mean's norm, and than the eps of the parameter's dtype, which is 0.008 for bf16.
+
+    Return whether all gradients are finite, since others count as equal: in fp16 the first steps
+    may overflow. Each mean takes an all-reduce, so call this after the sums of a step until it
+    returns True. With zero.py, ranks must have the same pieces: see `apart` there.
     """
     if dist.get_world_size(group) == 1:
         return True
@@ -738,7 +805,10 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
             described.append(((name, whole_shape, getattr(parameter, "offset", 0)), parameter))
     check_parameters(described, group)
     distances = _distances_from_mean(copies.values(), group)
-    names = [name for name, distance in zip(copies, distances) if distance > tolerance]
+    names = []
+    for (name, parameter), distance in zip(copies.items(), distances):
+        if distance > max(tolerance, torch.finfo(parameter.dtype).eps):
+            names.append(name)
     if names:
         cure = "use mark_sum_over_tp() or, if each rank has its own part, set_shard()"
         raise ValueError(f"gradients of {', '.join(names)} differ between ranks of tp: {cure}")
@@ -782,9 +852,7 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 
 # ==== additions to the linear layers ==============================================================
 #
-# In its simple form gather_and_multiply() is begin_gather() and F.linear(), multiply_and_sum() is
-# F.linear() and begin_sum(), and begin_weight_gradient() is begin_gather() and a product. Large
-# chunks allow more overlap, and pipelines want the weight's gradient later, or in other memory.
+# Large chunks allow more overlap. A pipeline wants a weight's gradient later, or in other memory.
 
 # ---- products by chunks --------------------------------------------------------------------------
 #
@@ -807,23 +875,6 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 
 # Smaller chunks cost more than they hide, as measured over gloo, and by tests/tools/gpu_time.py.
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}
-
-
-def gather_and_multiply(x, weight, bias, split, group=None):
-    """Return X, which is x, or gathered from all ranks' x if `split`, and X W' + b."""
-    if split and by_chunks(x.nbytes, x.device, group):
-        return gather_by_chunks(x, weight, bias, group)
-    x = begin_gather(x, split, group)()
-    return x, F.linear(x, weight, bias)
-
-
-def multiply_and_sum(x, weight, split, group=None):
-    """Return the sum of x W' over the ranks or, if `split`, this rank's chunk of it."""
-    if split:
-        rows = x.shape[:-1].numel() // dist.get_world_size(group)
-        if by_chunks(rows * len(weight) * x.itemsize, x.device, group):
-            return scatter_by_chunks(x, weight, group)
-    return begin_sum(F.linear(x, weight), split, group)()
 
 
 def by_chunks(nbytes, device, group):
@@ -891,29 +942,17 @@ def _linear_into(output, x, weight, bias=None):
 # Neither applies to a weight whose gradient is also needed elsewhere: see is_plain_leaf().
 
 
-def begin_weight_gradient(weight, defer, dy, x, split, group):
-    """Gather x if `split`. Return a function that returns dW, or None if it goes elsewhere.
-
-    weight: the parameter itself, not what autograd has saved, which may lack its hooks and .grad.
-    """
-    if defer is not None and defer.open and is_plain_leaf(weight):
-        # x is gathered only when the pipeline asks for dW
-        defer.put(weight, lambda: _product(weight, defer, dy, begin_gather(x, split, group)()))
-        return lambda: None
-    get_x = begin_gather(x, split, group, async_op=True)
-    return lambda: _product(weight, defer, dy, get_x())
-
-
 def is_plain_leaf(weight):
     """Return whether nothing but .grad uses the weight's gradient.
 
-    A hook, or the graph that has computed the weight, needs dW itself, and during this backward.
+    A hook on the weight, or the graph that has computed it, needs dW itself, and during this
+    backward.
     """
     return weight.is_leaf and not weight._backward_hooks
 
 
-def _product(weight, defer, dy, x):
-    """Compute dW. Return it, or None if it is in .grad.
+def weight_gradient(weight, defer, dy, x):
+    """Return dW = dy' x, or None if it has been added to .grad.
 
     zero.py gives weights a method grad_view(), which returns the memory that .grad is to have.
     """
@@ -927,7 +966,7 @@ def _product(weight, defer, dy, x):
         weight.grad = weight.grad_view()
         _multiply_into(weight.grad, a, b, beta=0)
     else:
-        return a @ b
+        return a @ b  # autograd makes the first .grad of it
     return None
 
 

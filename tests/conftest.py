@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import traceback
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -37,7 +38,8 @@ def functions_of_reader(path):
     try:
         return functions_of(path)
     except Exception as error:
-        raise pytest.UsageError(f"--mine {path}: {error!r}") from error
+        text = "".join(traceback.format_exception_only(error))
+        raise pytest.UsageError(f"--mine {path}: {text}") from error
 
 
 def pytest_report_header():

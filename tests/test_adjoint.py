@@ -267,6 +267,9 @@ def sequence_parallel_cases():
     mlp = lambda x, up, down, *_: s.sequence_parallel_mlp(x, norm, up, down)
     inputs = [*zeros((2, 1, 4), (3, 4), (4, 3)), *norm.parameters()]
     yield Case("sequence_parallel_mlp", "V, V, V, R, R -> V", mlp, inputs)
+    attention = lambda x, qkv, out, *_: s.sequence_parallel_attention(x, norm, qkv, out, 2)
+    inputs = [*zeros((2, 1, 4), (3, 2, 4), (4, 2)), *norm.parameters()]
+    yield Case("sequence_parallel_attention", "V, V, V, R, R -> V", attention, inputs)
     for attention in (s.allgather_attention, s.ring_attention, s.ulysses_attention):
         for kv_heads in (1, 2 * P):
             q, kv = (1, 2 * P, 4, 3), (1, kv_heads, 4, 3)

@@ -320,9 +320,9 @@ def test_tensors_that_are_conjugated_or_negated_when_they_are_read_are_sent_as_t
     broadcast(own, 1)
     _same(own, everyone[1])
     for send in (exchange, plain_exchange):
-        with pytest.raises(ValueError, match=r"from rank 1 is a view of .*, conjugated or negated"):
+        with pytest.raises(ValueError, match=r"from rank 1 is of .*, conjugated or negated"):
             send([], [(lay(everyone[rank]), 1)])
-        with pytest.raises(ValueError, match=r"to or from rank 2 is a view of .* strides \(2,\)$"):
+        with pytest.raises(ValueError, match=r"to or from rank 2 is of .* strides \(2,\)$"):
             send([(torch.ones(4)[::2], 2)], [])
 
 
@@ -371,7 +371,7 @@ def test_the_plain_forms_refuse_unequal_sizes_other_dtypes_and_tensors_with_gaps
         (plain_all_to_all, x(4, 2)[:, 0], x(4)),
         (plain_all_to_all, x(4), x(4, 2)[:, 0]),
     ]:
-        with pytest.raises(ValueError, match=r"is a view of shape \(2,\) and strides \(2,\)"):
+        with pytest.raises(ValueError, match=r"not contiguous: .* shape \(2,\) and strides \(2,\)"):
             plain(*gaps)
 
 
@@ -1056,7 +1056,7 @@ def test_a_plain_exchange_is_refused_while_operations_of_its_group_are_pending()
     with _background_held() as gate:
         work = all_reduce(x.clone(), async_op=True)
         try:
-            with pytest.raises(RuntimeError, match="plain_exchange.. while operations of its group"):
+            with pytest.raises(RuntimeError, match="plain_exchange.. while operations of"):
                 plain_exchange([(x, peer)], [(received, peer)])
         finally:
             gate.set()
@@ -1199,8 +1199,8 @@ def test_an_operation_that_begins_also_ends_and_wrong_arguments_begin_none(one_o
     for words, call in [
         ("output has 3", lambda: all_reduce(x, output=torch.ones(3))),
         ("is not a rank", lambda: broadcast(x, group_src=8)),
-        ("is a view of", lambda: exchange([(x[::2], 1)], [])),
-        ("is a view of", lambda: plain_exchange([(x[::2], 1)], [])),
+        ("not contiguous: a message", lambda: exchange([(x[::2], 1)], [])),
+        ("not contiguous: a message", lambda: plain_exchange([(x[::2], 1)], [])),
         ("all_reduce .* lost rank", lambda: all_reduce(x)),
         ("exchange .* lost rank", lambda: exchange([(x, 1)], [])),
         ("exchange .* lost rank", lambda: exchange([(x, 1)], [], async_op=True)),

@@ -284,22 +284,95 @@ PASSES = [under_no_sync, two_forwards, outside_of_backward, waited_for_by_the_ca
 PASSES += [partial(recomputed, use_reentrant=use_reentrant) for use_reentrant in (False, True)]
 
 
+class Output:
+    """An output whose tensors PyTorch does not find."""
+
+    def __init__(self, y):
+        self.y = y
+
+
+def nested(function, x):
+    """Recompute function(x) in a backward inside a backward inside another one."""
+    inner = partial(checkpoint, function, use_reentrant=True)
+    return checkpoint(inner, x, use_reentrant=True)
+
+
+ONCE = partial(checkpoint, use_reentrant=True)
+REENTRANT = {  # {case: (the forward of a net with one layer, how a step calls the wrapper)}
+    "inside": (ONCE, lambda model, x: model(x)),
+    "around": (lambda layer, x: layer(x), ONCE),
+    "inside, nested": (nested, lambda model, x: model(x)),
+    "around, nested": (lambda layer, x: layer(x), nested),
+    "inside, output unseen": (lambda layer, x: Output(ONCE(layer, x)), lambda model, x: model(x).y),
+    "inside, not at a leaf": (lambda layer, x: ONCE(layer, 1 * x), lambda model, x: 1 * model(x)),
+}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("where", ["around", "inside"])
-def test_backward_ends_the_round_if_all_gradients_come_from_a_reentrant_checkpoint(where):
+def test_backward_ends_the_round_if_all_gradients_come_from_a_reentrant_checkpoint():
     """One parameter gets no gradient, so the last gradient does not end the round."""
     rank = dist.get_rank()
-    net = nn.Sequential(nn.Linear(2, 2, bias=False))
-    net.unused = nn.Parameter(torch.zeros(1))
-    recomputed = partial(checkpoint, use_reentrant=True)
-    net.forward = lambda x: recomputed(net[0], x) if where == "inside" else net[0](x)
-    model = DistributedDataParallel(net)
-    for _ in range(2):
-        model.zero_grad()
+    for case, (forward, step) in REENTRANT.items():
+        net = nn.Sequential(nn.Linear(2, 2, bias=False))
+        net.unused = nn.Parameter(torch.zeros(1))
+        net.forward = partial(forward, net[0])
+        model = DistributedDataParallel(net)
         x = torch.full((1, 2), rank + 1.0, requires_grad=True)
-        y = model(x) if where == "inside" else recomputed(model, x)
-        y.sum().backward()
-        assert net[0].weight.grad.eq(1.5).all() and net.unused.grad.eq(0).all()
+        for _ in range(2):
+            model.zero_grad()
+            step(model, x).sum().backward()
+            assert net[0].weight.grad.eq(1.5).all() and net.unused.grad.eq(0).all(), case
+
+
+@on_ranks(2)
+def test_a_backward_that_failed_in_a_checkpoint_does_not_end_a_later_one_under_no_sync():
+    """It fails before the gradient of the leaf, whose node the second backward reaches, too."""
+    net = nn.Sequential(nn.Linear(1, 1, bias=False))
+    net.forward = lambda x: ONCE(net[0], x)
+    model = DistributedDataParallel(net)
+    x = torch.full((1, 1), dist.get_rank() + 1.0, requires_grad=True)
+
+    def fail(gradient):
+        raise ValueError("the gradient of x")
+
+    handle = x.register_hook(fail)
+    failed = model(x).sum()  # keeps the node
+    with pytest.raises(ValueError, match="the gradient of x"):
+        failed.backward()
+    handle.remove()
+    model.finish_grad_sync()
+    model.zero_grad()
+    loss = model(x).sum()
+    with model.no_sync():
+        loss.backward()
+    assert net[0].weight.grad.item() == dist.get_rank() + 1
+    model.finish_grad_sync()
+    assert net[0].weight.grad.item() == 1.5
+
+
+@on_ranks(2)
+def test_a_round_that_begins_in_an_inner_backward_ends_once_with_the_outer_one():
+    """The first gradients come in an inner backward, and the last one in the outer one."""
+    rank, events = dist.get_rank(), []
+    layers = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(3)]).double()
+    layers[2].requires_grad_(False)
+    for layer in layers:
+        layer.weight.data.fill_(1)
+    net = nn.Module()
+    net.layers = layers
+    net.forward = lambda x: layers[2](ONCE(layers[1], layers[0](x)))
+    model = DistributedDataParallel(net, bucket_cap_mb=1e-9, gradient_divide_factor=1)
+    layers[0].weight.register_hook(lambda gradient: events.append("last gradient"))
+
+    def listen(event, operation, *_):
+        if event == "begin" and operation.of:
+            events.append("wait")
+
+    loss = model(torch.full((1, 1), rank + 1.0, dtype=torch.float64))
+    with observe(listen):
+        loss.sum().backward()
+    assert events == ["last gradient", "wait", "wait"]
+    assert [layer.weight.grad.item() for layer in layers[:2]] == [3, 3]
 
 
 @on_ranks(soak(1), soak(2), 3)
@@ -319,7 +392,7 @@ def test_gradients_of_several_passes_are_those_of_the_whole_batch(cap, as_views)
 
 
 class Fp16Sum:
-    """The example in GradientSum's docstring. It notes the buckets that start and that end."""
+    """The example beside "another kind of sum". It notes the buckets that start and that end."""
 
     def __init__(self):
         self.events = []
@@ -509,6 +582,22 @@ def test_a_rank_without_a_batch_calls_finish_grad_sync(set_to_none):
         else:
             model.finish_grad_sync()
         assert_close(whole_gradients(net), gradients_alone(net, loss))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("as_views", [True, False])
+def test_zeros_that_a_round_has_left_do_not_begin_another_one_before_they_are_zeroed(as_views):
+    """No rank has a target that counts, and rank 1 has no batch. Then rank 1 has one again."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Linear(3, 2), gradient_as_bucket_view=as_views)
+    for step in range(2):
+        model.zero_grad(set_to_none=step == 0)
+        with reductions() as calls:
+            if rank == step:
+                (0 * model(torch.ones(1, 3)).sum()).backward()
+            for _ in range(2):
+                model.finish_grad_sync()  # ends the round here, or runs one for rank 1 - step
+        assert len(calls) == 1
 
 
 @on_ranks(2)
@@ -830,6 +919,16 @@ def test_what_a_module_lists_to_be_ignored_stays_each_ranks_own_as_with_pytorchs
 
 
 @on_ranks(2)
+def test_the_claimed_bytes_leave_out_what_is_ignored():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net._ddp_params_and_buffers_to_ignore = ["0.weight"]
+    model = DistributedDataParallel(net)
+    with least_bytes(), count_bytes() as traffic:
+        model(torch.ones(1, 8)).sum().backward()
+    assert traffic.bytes() == ddp_bytes(net, 2) == 3 * 64 * 4
+
+
+@on_ranks(2)
 def test_sharded_modules_whose_buffers_differ_are_an_error_on_every_rank():
     net = nn.BatchNorm1d(3)
     net.register_buffer("table", torch.zeros(2 + dist.get_rank()))
@@ -869,10 +968,14 @@ class Twice(nn.Linear):
 @on_ranks(2)
 def test_unsupported_uses_of_the_wrapper_are_rejected():
     x, pieces, net = own_part(make_data(4)), nn.Sequential(nn.Linear(4, 4)), make_net()
+    z = x.clone().requires_grad_()
     FullyShardedDataParallel(pieces[0])
     model, other = DistributedDataParallel(net), make_net()
     twice = DistributedDataParallel(nn.Sequential(nn.Linear(7, 7), Twice(7, 7)).double())
     models = [DistributedDataParallel(other, gradient_as_bucket_view=True) for _ in range(2)]
+    again, late = DistributedDataParallel(Twice(7, 7).double()), DistributedDataParallel(make_net())
+    late.wait_in_backward = False
+    apart = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
     frozen, thawed, converted = (DistributedDataParallel(make_net()) for _ in range(3))
     frozen.module.head.bias.requires_grad_(False)
@@ -881,7 +984,10 @@ def test_unsupported_uses_of_the_wrapper_are_rejected():
         (lambda: DistributedDataParallel(pieces), "FullyShardedDataParallel has cut these"),
         (lambda: copy.deepcopy(model), "copy its module, and wrap the copy"),
         (lambda: mean_square(model, x).backward(create_graph=True), "create_graph=True are not"),
-        (lambda: twice(x).sum().backward(), r"two gradients in one backward, of \(7"),
+        (lambda: twice(x).sum().backward(), r"a second gradient of \(7.*: two in one backward"),
+        (lambda: again(1 * z).sum().backward(), r"a second gradient of \(7.*: two in one backward"),
+        (lambda: [mean_square(late, x).backward() for _ in "12"], "or no finish_grad_sync"),
+        (lambda: DistributedDataParallel(apart), r"on \['cpu', 'meta'\]: put them on one device"),
         (lambda: mean_square(frozen, x).backward(), "'head.bias' was frozen, thawed"),
         (lambda: mean_square(thawed, x).backward(), "'blocks.1.up.weight' was frozen"),
         (lambda: mean_square(converted.float(), x.float()).backward(), "' was frozen.* cast"),

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import expert_parallel
 from collectives import count_bytes, gather_objects, observe, rank_and_size
 from expert_parallel import (
-    DispatchPlan, Experts, FullPrecisionLinear, MoE, Router, dispatch_and_combine,
+    DispatchPlan, Experts, FullPrecisionLinear, MoE, PlainMoE, Router, dispatch_and_combine,
     expert_parallel_bytes, plain_dispatch, switch, tally_metrics, two_hops, within_capacity,
 )
 from gpu_counts import batches, nccl_over_gloo, waits
@@ -244,6 +244,24 @@ def test_the_plain_dispatch_gives_the_results_and_gradients_of_one_process():
     cuts = [tensor.grad.split(counts)[rank] for tensor in (x, weights)]
     for tensor, gradient in zip(own, [*cuts, matrices.grad.chunk(P)[rank]]):
         assert_close(tensor.grad, gradient, 1e-12)
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@on_ranks(soak(1), 2)
+def test_the_plain_layer_has_the_results_and_gradients_of_the_real_one(top_k):
+    torch.manual_seed(shifted(0))
+    real = MoE(4, 8, 6, top_k).double()
+    plain = PlainMoE(4, 6, top_k, real.experts).double()
+    plain.router.weight.data.copy_(real.router.weight)
+    rank, _ = rank_and_size()
+    x = torch.randn(3, 5, 4, dtype=torch.float64)[rank].requires_grad_()
+    found = []
+    for layer in (real, plain):
+        y = layer(x)
+        leaves = [x, layer.router.weight, *layer.experts.parameters()]
+        found.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
+    for one, other in zip(*found):
+        assert_close(one, other, 1e-12)
 
 
 @on_ranks(2)
@@ -667,6 +685,32 @@ def test_underflowing_scores_give_no_nan_and_an_fp32_bias_moves_by_its_rate_agai
     assert router.bias.tolist() == [-0.5, 0.5, 0.5, 0.5, 0, 0, 0, 0]
 
 
+def test_a_bias_that_comes_from_the_meta_device_is_zero():
+    """Whatever the memory holds would be added to all scores. Here it is NaN."""
+    with torch.device("meta"):
+        router = Router(4, 8)
+    torch.use_deterministic_algorithms(True)  # empty tensors are filled with NaN
+    try:
+        router.to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert router.weight.isnan().all() and not router.bias.any()
+
+
+def test_products_follow_a_later_change_of_the_setting_that_they_inherit():
+    everything, products = torch.backends, torch.backends.cuda.matmul
+    before = everything.fp32_precision, products.fp32_precision
+    try:
+        products.fp32_precision = "none"
+        everything.fp32_precision = "tf32"
+        Router(6, 4)(torch.ones(5, 6))
+        assert products.fp32_precision == "tf32"
+        everything.fp32_precision = "ieee"
+        assert products.fp32_precision == "ieee"
+    finally:
+        everything.fp32_precision, products.fp32_precision = before
+
+
 class Products(TorchDispatchMode):
     """Lists (the setting for TF32, the dtypes of the factors) of each matrix product inside."""
 
@@ -927,6 +971,7 @@ def test_errors_name_invalid_sizes_and_groups_on_every_rank():
         (lambda: MoE(4, 16, 8, capacity_factor=0.0), "capacity_factor=0.0 leaves no room"),
         (lambda: Router(4, 8, 5, n_group=2, topk_group=1), "top_k=5 is not from 1 to 4: .*=1"),
         (lambda: Router(4, 8, 9), "top_k=9 is not from 1 to 8"),
+        (lambda: Router(4, 8, 5, n_group=3, topk_group=2), "=8 is not divisible by n_group=3"),
         (lambda: Router(4, 8, 1, n_group=2, topk_group=0), "topk_group=0 is not from 1 to n_group=2"),
         (lambda: Router(4, 8, 1, n_group=2, topk_group=3), "topk_group=3 is not from 1 to n_group=2"),
         (lambda: Router(4, 8, 1, "relu"), "score='relu'"),

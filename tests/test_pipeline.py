@@ -467,6 +467,15 @@ def test_any_schedule_step_by_step_gives_the_losses_and_gradients_of_one_process
                         torch.testing.assert_close(one.grad, whole.grad, **CLOSE)
 
 
+@on_ranks(1)
+def test_a_schedule_is_not_run_with_fewer_or_more_microbatches_than_it_has():
+    stages, _, inputs, targets, schedule = _plain_problem("zb-v", 1, 4, torch.float64)
+    for count in 2, 8:
+        batch = inputs.chunk(count), targets.chunk(count)
+        with pytest.raises(ValueError, match=f"^{count} microbatches"):
+            schedule_step(stages, schedule, *batch, _loss, batch[0][0])
+
+
 @pytest.mark.parametrize("p", [1, 2, 4])
 @several_schedules
 @on_ranks(lambda p, **_: p)

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import exercises
 import hybrid
-from collectives import rank_and_size
-from ranks import on_ranks, soak
+from collectives import gather_objects, rank_and_size
+from ranks import on_ranks, shifted, soak
 from replicas import assert_close
 from sequence_parallel import (
-    activation_bytes, dropout, recomputation_bytes, recompute, sequence_parallel_mlp,
+    activation_bytes, dropout, recomputation_bytes, recompute, sequence_parallel_attention,
+    sequence_parallel_block, sequence_parallel_mlp, sum_gradients,
 )
 from tensor_parallel import attention
 from transformer import (
@@ -39,6 +41,44 @@ def test_the_short_form_of_an_mlp_agrees_with_the_real_one():
         found.append([y, *torch.autograd.grad(y.sin().sum(), [x, *weights])])
     for one, other in zip(*found):
         assert_close(one, other)
+
+
+@on_ranks(soak(1), 2, soak(3))
+def test_a_layer_of_short_forms_is_that_of_one_process_once_norms_gradients_are_summed():
+    rank, P = rank_and_size()
+    T, B, D, K = 3 * P, 2, 4 * P, 2
+    draw = lambda *shape: torch.randn(shape, dtype=torch.float64).mul_(0.3).requires_grad_()
+    norms = [nn.LayerNorm(D).double() for _ in range(2)]
+    of_norms = [parameter for norm in norms for parameter in norm.parameters()]
+    x, qkv, out, up, down = draw(T, B, D), draw(3, D, D), draw(D, D), draw(4 * D, D), draw(D, 4 * D)
+    first = lambda x: x.transpose(0, 1)
+    y = x + first(exercises.self_attention(first(norms[0](x)), qkv, out, K))
+    y = y + exercises.mlp(norms[1](y), up, down)
+    expected = torch.autograd.grad(y.sin().sum(), [x, qkv, out, up, down, *of_norms])
+
+    dims = {x: 0, qkv: 1, out: 1, up: 0, down: 1}
+    cut = lambda full, dim: full.detach().chunk(P, dim)[rank].clone()
+    parts = [cut(full, dim).requires_grad_() for full, dim in dims.items()]
+    own_x, own_qkv, own_out, own_up, own_down = parts
+    own_y = sequence_parallel_attention(own_x, norms[0], own_qkv, own_out, K)
+    own_y = sequence_parallel_mlp(own_y, norms[1], own_up, own_down)
+    assert_close(own_y, y.chunk(P)[rank])
+    own_y.sin().sum().backward()
+    sum_gradients(of_norms)
+    of_parts = list(map(cut, expected, dims.values()))
+    for parameter, grad in zip([*parts, *of_norms], [*of_parts, *expected[len(dims) :]]):
+        assert_close(parameter.grad, grad)
+
+
+@on_ranks(2)
+def test_the_short_form_drops_elements_of_this_ranks_tokens_after_the_sum():
+    rank, P = rank_and_size()
+    torch.manual_seed(shifted(rank))  # as the docstring asks for
+    x = torch.zeros(50, 2, 4)
+    y = sequence_parallel_block(x, nn.Identity(), lambda whole: torch.ones_like(whole) / P, p=0.5)
+    assert set(y.unique().tolist()) == {0, 2}  # dropped, and the sum of the ranks' terms, scaled
+    first, second = gather_objects(y)
+    assert not torch.equal(first, second)
 
 
 # ---- recomputation -------------------------------------------------------------------------------

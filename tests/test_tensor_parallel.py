@@ -5,6 +5,7 @@ import random
 import re
 from contextlib import contextmanager, nullcontext
 from itertools import product
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -177,6 +178,75 @@ def test_column_and_row_linears_and_their_short_forms_are_parts_of_one_linear(tp
             idea = lambda x: row_linear(x, row.weight, row.bias, group)
             with patch.object(row, "forward", idea):
                 _check(plain, row, x, group, x_split=(-1, 1))
+
+
+# ---- the step that opens the upper floor ---------------------------------------------------------
+
+
+def _opening():
+    """Return the code in the comment below "upper floor": a model, and a step."""
+    text = Path(tensor_parallel.__file__).read_text().split("# ==== upper floor")[1]
+    comment = text.split("# ---- ")[0]
+    indented = re.findall(r"(?:^#     .*\n)+", comment, re.MULTILINE)
+    return [re.sub(r"^#     ", "", code, flags=re.MULTILINE) for code in indented]
+
+
+def _losses_of_one_process(model, tokens, targets, depth, heads):
+    """Compute the same GPT's losses, (T, B), with torch alone. model: {name: whole parameter}."""
+    T, B = tokens.shape
+
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], model[f"{name}.weight"], model[f"{name}.bias"])
+
+    def linear(x, name):
+        return F.linear(x, model[f"{name}.weight"], model[f"{name}.bias"])
+
+    x = model["0.weight"][tokens] + model["1.weight"].unsqueeze(1)
+    for layer in (f"2.{i}" for i in range(depth)):
+        qkv = linear(norm(x, f"{layer}.norm_1"), f"{layer}.attention.c_attn")
+        q, k, v = qkv.view(T, B, 3, heads, -1).permute(2, 1, 3, 0, 4)  # (B, heads, T, K) each
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        later = torch.ones(T, T, dtype=torch.bool).triu(1)
+        y = scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+        x = x + linear(y.permute(2, 0, 1, 3).flatten(2), f"{layer}.attention.c_proj")
+        x = x + linear(F.gelu(linear(norm(x, f"{layer}.norm_2"), f"{layer}.up")), f"{layer}.down")
+    logits = norm(x, "3") @ model["0.weight"].t()
+    return -logits.log_softmax(-1).gather(2, targets.unsqueeze(2)).squeeze(2)
+
+
+@in_layouts((2, 1), soak(3, 1), soak(2, 2))
+def test_the_step_that_opens_the_upper_floor_is_that_of_one_process(tp, replicas):
+    """The comment's code runs as it stands. Names in it are looked up in the file."""
+    group, replica = interleaved_group(tp, replicas)
+    torch.manual_seed(shifted(replica))
+    sizes = {"vocabulary": 6 * tp, "D": 4 * tp, "heads": 2 * tp, "depth": 2, "T": 3 * tp}
+    rank, P = rank_and_size(group)
+    names = dict(vars(tensor_parallel), group=group, rank=rank, P=P, **sizes)
+    make, step = _opening()
+    exec(make, names)
+    model = names["model"].double()
+    shards = shards_of(model)
+    whole = {}
+    for name, parameter in model.named_parameters():
+        shape = list(parameter.shape)
+        if name in shards:
+            shape[shards[name].dim] *= P
+        whole[name] = torch.randn(shape, dtype=torch.float64).mul_(0.3).requires_grad_()
+        parameter.data.copy_(_part(whole[name], shards.get(name), group))
+    tokens = torch.randint(sizes["vocabulary"], (sizes["T"] + 1, 2))
+    names.update(tokens=tokens[:-1], targets=tokens[1:])
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(step, names)
+
+    depth, heads = sizes["depth"], sizes["heads"]
+    losses = _losses_of_one_process(whole, tokens[:-1], tokens[1:], depth, heads)
+    assert_close(names["losses"], losses.flatten())
+    losses.mean().backward()
+    for name, parameter in model.named_parameters():
+        full = whole[name]
+        assert_close(parameter.grad, _part(full.grad, shards.get(name), group), name=name)
+        moved = full - 0.1 * full.grad
+        assert_close(parameter, _part(moved, shards.get(name), group), name=name)
 
 
 class _Operations(TorchDispatchMode):
@@ -567,6 +637,17 @@ def test_a_deep_copy_is_split_and_marked_alike_over_the_same_group_and_has_its_o
 
 
 @on_ranks(3)
+def test_copies_in_16_bits_may_differ_in_the_last_bit_but_not_by_more():
+    rank, _ = rank_and_size()
+    layer = RowParallelLinear(3, 4).bfloat16()
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    for difference, is_fault in (2**-7, False), (2**-5, True):  # the last bit of 1.0 is 2^-7
+        layer.bias.grad = torch.full((4,), 1 + difference * (rank == 1), dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="bias differ") if is_fault else nullcontext():
+            check_gradients_over_tp(layer)
+
+
+@on_ranks(3)
 def test_only_relative_differences_above_a_thousandth_between_copies_are_a_fault():
     """The rank with the largest difference tells the others."""
     rank, _ = rank_and_size()
@@ -894,6 +975,28 @@ def test_a_sharded_state_may_be_entered_twice_and_leaves_equal_generators():
         assert not torch.equal(before, torch.get_rng_state())  # the inner one has drawn its seed
     first, second = gather_objects(torch.get_rng_state())
     assert torch.equal(first, second)
+
+
+@on_ranks(1)
+def test_a_sharded_state_draws_on_the_gpu_that_it_is_given():
+    """Another one may be current."""
+    current, touched = ["cuda:0"], []
+
+    @contextmanager
+    def device(chosen):
+        current.append(str(chosen))
+        yield
+        current.pop()
+
+    stand_ins = {
+        "device": device,
+        "get_rng_state": lambda device="cuda": touched.append(("get", str(device))),
+        "set_rng_state": lambda state, device="cuda": touched.append(("set", str(device))),
+        "manual_seed": lambda seed: touched.append(("seed", current[-1])),
+    }
+    with patch.multiple(torch.cuda, **stand_ins), ShardedRandomState("cuda:1"):
+        pass
+    assert touched == [("get", "cuda:1"), ("seed", "cuda:1"), ("set", "cuda:1")]
 
 
 # ---- AlexNet -------------------------------------------------------------------------------------

@@ -268,6 +268,7 @@ def _patches(watch):
     yield patch.object(cuda, "synchronize", lambda *_: watch.note_wait("synchronize"))
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "max_memory_allocated"):
         yield patch.object(cuda, name, ignore)
+    yield patch.object(cuda, "device", lambda *_: nullcontext())
     yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
     yield patch.object(hybrid, "initialize", ignore)  # it draws real numbers
     yield patch.object(torch.nn.Module, "_apply", _apply)

@@ -99,7 +99,8 @@ def listing():
 
 def main(words=None):
     parser = argparse.ArgumentParser(prog="workbook.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("name", nargs="?", choices=EXERCISES, metavar="NAME")
+    parser.add_argument("name", nargs="?", choices=EXERCISES, metavar="NAME",
+                        help="an exercise; without it, all are listed")
     parser.add_argument("--file", type=Path, default="mine.py", help="what to write (mine.py)")
     args = parser.parse_args(words)
     if args.name is None:
