@@ -50,7 +50,6 @@ plain_step() is a step over pp, dp and tp in its plain form, and Trainer.step() 
 """
 
 import argparse
-import ctypes
 import fcntl
 import gc
 import hashlib
@@ -69,7 +68,7 @@ from collections import ChainMap, Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -1569,7 +1568,6 @@ def train(args, device):
     Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving. A
     save that is under way ends first.
     """
-    on_all_ranks(check_memory, args, device)
     data, data_digest = read_data(args)
     prompt = on_all_ranks(prompt_of, args, data, prefix="--prompt: ")
     trainer = Trainer(args, make_mesh(args, device=device), device)
@@ -1610,6 +1608,65 @@ def train(args, device):
                 validate(trainer, data, prompt, log)
 
 
+# ---- errors --------------------------------------------------------------------------------------
+#
+# If one rank raises an error, the others wait for it in their next collective. on_all_ranks() makes
+# it an error of all ranks, with the same text and exit status.
+
+
+class TrainingError(Exception):
+    """An error that ends the run, on all ranks once they are connected. status: the exit status."""
+
+    def __init__(self, message, status=1):
+        super().__init__(message)
+        self.status = status
+
+
+def need(condition, sentence):
+    """Raise ValueError with this sentence unless the condition holds."""
+    if not condition:
+        raise ValueError(sentence)
+
+
+def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
+    """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective.
+
+    To fail is to raise OSError, ValueError, or what torch.distributed.checkpoint raises.
+    prefix, status: those of the TrainingError. group: the ranks, by default all.
+    """
+    fault = None
+    try:
+        result = call(*arguments)
+    except (OSError, ValueError) as error:
+        fault = first_line(error)
+    except dcp.api.CheckpointException as error:  # all ranks raise it, with {rank: (cause, where)}
+        if dist.get_rank() in error.failures:
+            cause, _ = error.failures[dist.get_rank()]
+            fault = first_line(cause)
+    for rank, line in enumerate(gather_objects(fault, group)):
+        if line is not None:
+            who = f"rank {rank}: " if rank else ""
+            raise TrainingError(f"{prefix}{who}{line}", status)
+    return result
+
+
+def require_same(own, prefix=""):
+    """Raise TrainingError with status 2 unless {name: value} is the same on all ranks. Collective.
+    """
+    first, *others = gather_objects(own)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                unlike = f"rank {rank} has {as_typed(name, other[name])}"
+                raise TrainingError(f"{prefix}{unlike}, rank 0 has {as_typed(name, value)}", 2)
+
+
+def first_line(error):
+    """Return the first line of an error's text, or its class and arguments if it has none."""
+    text = str(error).strip() or repr(error)
+    return text.split("\n")[0]
+
+
 # ---- learning rate and validation ----------------------------------------------------------------
 
 
@@ -1641,8 +1698,14 @@ def evaluate(trainer, data, batches=8):
 
 
 def validate(trainer, data, prompt, log):
-    """Report the loss of a validation, and a sample that begins with the prompt. Collective."""
-    log.validation(evaluate(trainer, data))
+    """Report the loss of a validation, and a sample that begins with the prompt. Collective.
+
+    Raises TrainingError if the loss is not finite, as Trainer.step() does.
+    """
+    loss = evaluate(trainer, data)
+    if not math.isfinite(loss):
+        raise TrainingError(f"the validation loss after step {trainer.steps_done} is {loss}")
+    log.validation(loss)
     count = sample_size(trainer.args, data)
     if count:
         show = text_of if data.is_text else list
@@ -1678,8 +1741,10 @@ def read_data(args):
     """Return the run's Data and a digest of its tokens. Collective.
 
     Raises TrainingError with status 2 if the data cannot be read, differ between ranks, or have a
-    token outside the vocabulary. If nodes had different standard libraries, a pipeline's last stage
-    would read targets that do not belong to the first stage's inputs.
+    token outside the vocabulary. With different data, such as the standard libraries of two Python
+    versions, a pipeline's last stage would have targets that do not belong to the first stage's
+    inputs. So each rank reads all tokens once, which takes minutes per TB, and a rank whose disk is
+    slower may be late by --timeout at most.
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
@@ -1734,21 +1799,28 @@ DOCUMENT_END = b"\xff"  # never occurs in UTF-8
 def read_tokens(path, dtype):
     """Return the tokens of a .bin file, or raise ValueError if it holds anything but tokens."""
     name = path.name
-    head = np.memmap(path, np.uint8, "r")[:1000].tobytes()
     need(not path.with_suffix(".idx").exists(), f"{name} is Megatron's: its .idx has the type")
+    head = np.memmap(path, np.uint8, "r")[:1000].tobytes()
     is_llmc = int.from_bytes(head[:4], "little") in (20240520, 20240801)
     need(not is_llmc, f"{name} begins with llm.c's header of 1024 bytes, which are no tokens")
     text = head.decode(errors="replace")[:-1]  # the last character may have been cut
     is_text = "\0" not in text and "\ufffd" not in text  # U+FFFD stands for what is not UTF-8
     need(not is_text, f"{name} is text, so its name should not end with .bin")
     tokens = np.memmap(path, dtype, "r")
+    how = f"np.fromfile(FILE, DTYPE).astype(np.{dtype.__name__}).tofile('train.bin')"
+    are_wider = are_halves(tokens)
+    need(not are_wider, f"{name} is of a wider type than {dtype.__name__}: {how}")
+    return tokens
+
+
+def are_halves(tokens):
+    """Return whether these look like halves of integers that are twice as wide.
+
+    Upper halves of tokens below 2**20 are below 16, and mostly 0.
+    """
     pairs = tokens[: len(tokens) // 2 * 2].reshape(-1, 2)
     low, high = pairs[len(pairs) // 2 :][: 2**20].T  # from the middle, as a header may differ
-    # the upper halves of wider integers are below 16 for tokens below 2**20, and mostly 0
-    is_wider = 64 * int(high.sum()) < int(low.sum()) and (high < 16).all()
-    how = f"np.fromfile(FILE, DTYPE).astype(np.{dtype.__name__}).tofile('train.bin')"
-    need(not is_wider, f"{name} is of a wider type than {dtype.__name__}: {how}")
-    return tokens
+    return 64 * int(high.sum()) < int(low.sum()) and (high < 16).all()
 
 
 def read_text(path):
@@ -1769,23 +1841,6 @@ def read_text(path):
                 fault = f'{path.name}: line {number} is no JSON object with a "text"'
                 raise ValueError(fault) from None
     return np.frombuffer(DOCUMENT_END.join(texts), np.uint8)
-
-
-def check_memory(args, device):
-    """Raise ValueError if batches or, on CPUs, weights take more memory than the machine has.
-
-    Linux would swap for minutes, and then kill a process. A GPU says by itself that it is full.
-    """
-    nbytes = 24 * args.batch_size // args.dp * (args.seq_len + 1)  # tokens, three times as int64
-    if device.type == "cpu":
-        whole = replace(args, top_k=args.experts)  # its tokens use all weights, at 2 FLOPs each
-        flops = sum(forward_flops(whole, args.has_experts(i))[0] for i in range(args.layers))
-        weights = flops // 2 + args.hidden * args.vocab_size
-        nbytes += 4 * weights // (args.pp * max(args.tp, args.ep))  # if tp or ep divides them all
-    names = "batch_size seq_len layers hidden ffn vocab_size experts shared_experts".split()
-    size = f"{args.per_node * nbytes / 2**30:,.0f} GiB or more of memory"
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    need(args.per_node * nbytes < memory, f"{typed(args, *names)}: a machine needs {size}")
 
 
 # ---- samples -------------------------------------------------------------------------------------
@@ -1984,18 +2039,24 @@ def boxes_in_whole(index, box, part):
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 #
-# A checkpoint holds whole tensors, of which each rank writes the boxes that it has. So any layout
-# can load it: torch.distributed.checkpoint cuts what was saved into the boxes that a rank asks for.
-
-# the flags of the model that a resumed run may change
-MAY_CHANGE = {"dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"}
+# write_checkpoint() saves state_of() the Trainer, and resume() loads it. A checkpoint holds whole
+# tensors, of which each rank writes the boxes that it has. So any layout can load it:
+# torch.distributed.checkpoint (dcp) cuts what was saved into the boxes that a rank asks for. A
+# checkpoint is a folder, which has the suffix .partial until it is complete:
+#
+#     DIR/step_00000500/__0_0.distcp ...    the boxes that rank 0, ... has written
+#                       .metadata           dcp's index of them
+#                       run.json            the flags, the step, the optimizer and a digest of data
+#                       SHA256SUMS          digests of these files, as sha256sum writes them
 
 
 class Boxes(torch.Tensor):
-    """A tensor for torch.distributed.checkpoint, of which a rank holds rectangular parts (boxes).
+    """A whole tensor for dcp, of which this rank has some boxes. It takes memory for one number.
 
-    boxes: {first index of a box: view}. The tensor itself takes memory for one number only.
-    dcp.save() asks for write items, dcp.load() for the list of chunks, and both for their views.
+    To plan, dcp.save() calls __create_write_items__(), and dcp.load() __create_chunk_list__(). Both
+    then call __get_tensor_shard__() for each box that they write or read.
+
+    boxes: {index of the first element in the whole: view of a parameter or moment}
     """
 
     @staticmethod
@@ -2035,15 +2096,11 @@ def boxes_of(placements, value=lambda tensor: tensor):
     return result
 
 
-def state_of(trainer, chunk=None):
-    """Return {kind: boxes_of()} of weights and moments. Even with bf16, weights are in fp32.
+def state_of(trainer, placements):
+    """Return {kind: boxes_of()} of weights and of their moments. Even with bf16, weights are fp32.
 
-    chunk: the number of the chunk to load. By default, it is what is saved, without copies.
+    The kind of weights is "model". That of moments is their name in the optimizer's state.
     """
-    if chunk is None:
-        placements = trainer.originals()
-    else:
-        placements = [row for row in trainer.placements if row.chunk == chunk]
     state = {"model": boxes_of(placements)}
     for row in placements:
         for kind, value in trainer.optimizer.state.get(row.tensor, {}).items():
@@ -2057,49 +2114,81 @@ def is_moment(value, weight):
     return torch.is_tensor(value) and value.shape == weight.shape
 
 
-def require_savable(trainer, options, attributes):
-    """Raise ValueError if the optimizer has state that a checkpoint would lose in silence.
+def states_of_chunks(trainer):
+    """Return a list of state_of() each chunk, as two chunks may have weights of the same name."""
+    states = []
+    for number in range(len(trainer.chunks)):
+        placements = [row for row in trainer.placements if row.chunk == number]
+        states.append(state_of(trainer, placements))
+    return states
 
-    options, attributes: those of its groups, and its own, before the first step. The learning rate
-    is the trainer's.
+
+def run_of(trainer, data_digest):
+    """Return {name: value} of a run's flags and of the facts that run.json has beside them."""
+    facts = {"step": trainer.steps_done, "data_digest": data_digest}
+    return flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__} | facts
+
+
+def write_checkpoint(state, path, run, group):
+    """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
+
+    run: run_of() the run that saves it.
     """
-    lost = lost_values(trainer) | hidden_state(trainer, attributes)
-    for group, before in zip(trainer.optimizer.param_groups, options):
-        names = group.keys() - {"params", "lr", "shards"}
-        lost.update(name for name in names if group[name] is not before.get(name))
-    who = f"{type(trainer.optimizer).__name__} keeps {', '.join(sorted(lost))}"
-    need(not lost, f"{who}: checkpoints have only state of the weights' shapes, and the step")
+    partial_path = path.with_suffix(".partial")
+    options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
+    storage = dcp.FileSystemWriter(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
+    write = partial(dcp.save, state, storage_writer=storage, process_group=group)
+    on_all_ranks(write, **options)
+    files = partial_path.glob(f"__{dist.get_rank()}_*")  # this rank has written
+    own = on_all_ranks(digests_of, files, **options)
+    digests = dict(ChainMap(*gather_objects(own, group)))
+    on_all_ranks(commit, run, partial_path, path, digests, **options)
 
 
-def lost_values(trainer):
-    """Return which values of the optimizer's state are neither moments nor the trainer's step."""
-    lost = set()
-    steps = []
-    for weight, state in trainer.optimizer.state.items():
-        for name, value in state.items():
-            if name == "step":
-                steps.append(torch.as_tensor(value))
-            elif name == "model" or not (value is None or is_moment(value, weight)):
-                lost.add(name)  # a moment named "model" would overwrite the weights
-    if steps and torch.stack(steps).ne(trainer.steps_done).any():  # the host waits once
-        lost.add("step")
-    return lost
+def commit(run, partial_path, path, digests):
+    """On rank 0, complete a checkpoint, rename it to `path`, and delete all but the last --keep."""
+    if dist.get_rank() != 0:
+        return
+    write_run(partial_path, run, digests | digests_of([partial_path / ".metadata"]))
+    os.sync()  # a checkpoint is on the disk before it gets its name
+    partial_path.rename(path)
+    for old in checkpoints_of(path.parent)[: -run["keep"]]:
+        old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
+    for old in path.parent.glob("step_*.partial"):  # including those of saves that were killed
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def hidden_state(trainer, attributes):
-    """Return which attributes hold tensors of weights' shapes, optimizers, or changed numbers."""
-    optimizer = trainer.optimizer
-    shapes = {weight.shape for weight in trainer.parameters()}
-    hidden = set()
-    for name in vars(optimizer).keys() - {"state", "param_groups"}:
-        own = vars(optimizer)[name]
-        if type(own) in (int, float) and own != attributes.get(name):
-            hidden.add(name)
-        for value in tree_leaves(own):
-            is_other = isinstance(value, torch.optim.Optimizer) and value is not optimizer
-            if is_other or (torch.is_tensor(value) and value.shape in shapes):
-                hidden.add(name)
-    return hidden
+def checkpoints_of(folder):
+    """Return the folder's checkpoints, oldest first."""
+    return sorted(folder.glob("step_" + 8 * "[0-9]"))
+
+
+def resume(trainer, folder, data_digest=""):
+    """Load the folder's last checkpoint, if any, whatever layout it was saved in. Collective.
+
+    To resume from an earlier one, move the later ones out of the folder. data_digest: that of
+    read_data(). Rank 0 says how the run differs from the one that it continues, also if only the
+    layout has changed the default of --batch-size, on which all batches depend.
+    """
+    names = [path.name for path in checkpoints_of(folder)]
+    name, *_ = gather_objects(max(names, default=None))
+    if name is None:
+        return
+    path = folder / name
+    prefix = f"--checkpoint {path}: "
+    run = on_all_ranks(check_checkpoint, path, trainer.args)
+    trainer.steps_done = run["step"]
+    if trainer.steps_done:  # before the first step there are no moments
+        create_moments(trainer)
+        kinds = gather_objects([*state_of(trainer, trainer.placements)])
+        on_all_ranks(require_all_kinds, path, set().union(*kinds), prefix=prefix)
+    for state in states_of_chunks(trainer):
+        on_all_ranks(partial(dcp.load, state, checkpoint_id=path), prefix=prefix)
+    if dist.get_rank() == 0:
+        print(f"resumes from {path}", flush=True)
+        found = differences(run_of(trainer, data_digest), run) if trainer.steps_done else []
+        if found:
+            print(f"continues with {', '.join(found)}", flush=True)
 
 
 def create_moments(trainer):
@@ -2120,24 +2209,31 @@ def create_moments(trainer):
             state["step"] = 0 * state["step"] + trainer.steps_done
 
 
+# ---- saves beside training -----------------------------------------------------------------------
+#
+# Steps wait until the state has been copied to the host. A thread then writes the copy.
+
+
 class Saver:
     """Writes checkpoints while training continues. Creation and all methods are collective.
 
         main thread   step 500 | save: copy to host memory | step 501 | step 502 | step 503 ...
         thread                                             | write | hash | sync | rename |
 
-    A step that follows save() waits only for the copy. On CPUs the copy is done when save()
-    returns. On GPUs it is queued before the next step's kernels, and neither host nor thread holds
-    them up. The copy takes the bytes of this rank's weights and moments, 12 per parameter in fp32,
-    in host memory. Only one copy exists, since save() first waits for the previous save.
+    On CPUs the copy is done when save() returns, and on GPUs it is queued before the next step's
+    kernels. It takes the bytes of this rank's weights and moments, 12 per parameter in fp32, and
+    without ZeRO each replica makes one. On GPUs it takes up to twice as much, because PyTorch
+    rounds pinned memory up to powers of two, and the first save is slow, because it allocates this
+    memory. Only one copy exists, since save() first waits for the previous save.
 
     The thread sends over a gloo group of its own, so its messages never meet those of a step. If a
     save fails, it fails on all ranks alike: must_stop() is then true, and the next save() or wait()
     raises the error.
 
-    Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. At
-    its end, a save under way is waited for, unless ranks have come apart. Until the thread has
-    ended, the folder is locked against other runs, if its file system has locks.
+    Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. It
+    is asked after each step, so a validation ends first, and SIGTERM in the last one has no effect.
+    At the end of `with`, a save under way is waited for, unless ranks have come apart. Until the
+    thread has ended, the folder is locked against other runs, if its file system has locks.
 
     data_digest: that of read_data(). sigterm: whether this rank has received SIGTERM.
     """
@@ -2145,12 +2241,14 @@ class Saver:
     def __init__(self, trainer, folder, data_digest=""):
         self.trainer = trainer
         self.folder = Path(folder)
-        self.lock = on_all_ranks(claim, self.folder, prefix=f"--checkpoint {folder}: ")
+        self.prefix = f"--checkpoint {folder}: "
+        self.lock = on_all_ranks(claim, self.folder, prefix=self.prefix)
+        require_shared(self.folder, self.prefix)
         self.data_digest = data_digest
-        self.options = [dict(group) for group in trainer.optimizer.param_groups]
-        self.attributes = dict(vars(trainer.optimizer))
+        self.settings = settings_of(trainer.optimizer)
         self.sigterm = False
-        self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
+        # a file system may keep ranks waiting for longer than --timeout, which is for a step
+        self.group = dist.new_group(timeout=timedelta(hours=1), backend="gloo")
         self.executor = ThreadPoolExecutor(1)  # Python waits for its thread before it exits
         # the Future of the last save. In place of a first one, ranks connect before training begins
         self.pending = self.executor.submit(barrier, self.group)
@@ -2160,16 +2258,13 @@ class Saver:
         """Begin to write a checkpoint."""
         self.wait()
         trainer = self.trainer
-        prefix = f"--checkpoint {self.folder}: "
-        before = self.options, self.attributes
-        on_all_ranks(require_savable, trainer, *before, prefix=prefix, status=1)
-        run = flags_of(trainer.args) | {"step": trainer.steps_done}
-        run |= {"optimizer": type(trainer.optimizer).__name__, "data_digest": self.data_digest}
-        state = copy_to_host(state_of(trainer))
+        on_all_ranks(require_savable, trainer, self.settings, prefix=self.prefix, status=1)
+        state = copy_to_host(state_of(trainer, trainer.originals()))
         copied = None
         if trainer.device.type == "cuda":
             copied = torch.cuda.current_stream().record_event()
         path = self.folder / f"step_{trainer.steps_done:08d}"
+        run = run_of(trainer, self.data_digest)
         self.pending = self.executor.submit(self.write, state, copied, path, run)
 
     def write(self, state, copied, path, run):
@@ -2221,36 +2316,42 @@ def copy_to_host(state):
     return copies
 
 
-class Writer(dcp.FileSystemWriter):
-    """PyTorch's writer, which raises the file system's error rather than one that follows from it.
+# ---- guards of checkpoints -----------------------------------------------------------------------
+#
+# Without these, a save or a resume could lose something in silence. In this order, they refuse a
+# folder that another run uses or that nodes do not share, a file that has changed since it was
+# saved, a checkpoint of another model, and an optimizer with state that would not be saved or
+# loaded. When a run is resumed, ranks divide the files to check, and one waits for another as long
+# as --timeout says.
 
-    After a disk is full, torch.save() complains that it has not written as much as it should have.
+
+def claim(folder):
+    """Create the folder. On rank 0, also lock it for as long as the returned file is open."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "lock", "a")
+    if dist.get_rank() != 0:
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError("another run is using this folder") from None
+    except OSError as error:  # some network file systems have no locks
+        say(f"warning: --checkpoint {folder} is not safe from a second run: {error}")
+    file.truncate(0)
+    print(time.time_ns(), file=file, flush=True)
+    os.fsync(file.fileno())  # now other nodes see it
+    return file
+
+
+def require_shared(folder, prefix):
+    """Raise TrainingError if a rank does not see what rank 0 has written by claim(). Collective.
+
+    Rank 0 would otherwise commit checkpoints without the files of other nodes.
     """
-
-    def write_data(self, plan, planner):
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            raise error.__context__ or error
-
-
-def write_checkpoint(state, path, run, group):
-    """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
-
-    The folder is complete when it gets its name: the state in PyTorch's files, run.json, and the
-    digests of these files in SHA256SUMS, with which `sha256sum -c` compares them, too.
-
-    run: {name: value} of the flags and the data of the run that saves it.
-    """
-    partial_path = path.with_suffix(".partial")
-    options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
-    storage = Writer(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
-    write = partial(dcp.save, state, storage_writer=storage, process_group=group)
-    on_all_ranks(write, **options)
-    own_files = [partial_path / ".metadata", *partial_path.glob(f"__{dist.get_rank()}_*")]
-    own = on_all_ranks(digests_of, own_files, **options)
-    digests = dict(ChainMap(*gather_objects(own, group)))
-    on_all_ranks(commit, run, partial_path, path, digests, **options)
+    seen = on_all_ranks((folder / "lock").read_text, prefix=prefix)
+    expected, *_ = gather_objects(seen)
+    fault = "it is not the folder that rank 0 uses: all nodes must share it"
+    on_all_ranks(need, seen == expected, fault, prefix=prefix)
 
 
 def digests_of(paths):
@@ -2262,22 +2363,6 @@ def digests_of(paths):
     return digests
 
 
-def commit(run, partial_path, path, digests):
-    """On rank 0, complete a checkpoint, rename it to `path`, and delete all but the last --keep."""
-    if dist.get_rank() != 0:
-        return
-    for file in partial_path.iterdir():
-        if file.name not in digests:  # a save of more ranks that was killed has left it
-            file.unlink()
-    write_run(partial_path, run, digests)
-    os.sync()  # a checkpoint is on the disk before it gets its name
-    partial_path.rename(path)
-    for old in checkpoints_of(path.parent)[: -run["keep"]]:
-        old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
-    for old in path.parent.glob("step_*.partial"):  # including those of saves that were killed
-        shutil.rmtree(old, ignore_errors=True)
-
-
 def write_run(folder, run, digests):
     """Write a checkpoint's run.json, and the digests of its other files and of this one."""
     file = folder / "run.json"
@@ -2286,63 +2371,25 @@ def write_run(folder, run, digests):
     (folder / "SHA256SUMS").write_text("".join(f"{digests[name]}  {name}\n" for name in digests))
 
 
-def checkpoints_of(folder):
-    """Return the folder's checkpoints, oldest first."""
-    return sorted(folder.glob("step_" + 8 * "[0-9]"))
+def read_run(path, rank=0, world_size=1):
+    """Return what a checkpoint's run.json says, {name: value}.
 
-
-def claim(folder):
-    """Create the folder. On rank 0, also lock it for as long as the returned file is open."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "lock", "a")
-    try:
-        if dist.get_rank() == 0:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError("another run is using this folder") from None
-    except OSError as error:  # some network file systems have no locks
-        say(f"warning: --checkpoint {folder} is not safe from a second run: {error}")
-    return file
-
-
-def resume(trainer, folder, data_digest=""):
-    """Load the folder's last checkpoint, if any, whatever layout it was saved in. Collective.
-
-    To resume from an earlier one, move the later ones out of the folder. data_digest: that of
-    read_data(). Rank 0 says how the run differs from the one that it continues.
+    Raises ValueError if files are not those that were saved, or the folder has been renamed. All
+    ranks check run.json, and divide the other files among them.
     """
-    names = [path.name for path in checkpoints_of(folder)]
-    name, *_ = gather_objects(max(names, default=None))
-    if name is None:
-        return
-    path = folder / name
-    run = on_all_ranks(check_checkpoint, path, trainer.args)
-    trainer.steps_done = run["step"]
-    if trainer.steps_done:  # before the first step there are no moments
-        create_moments(trainer)
-        kinds = set().union(*gather_objects([*state_of(trainer)]))
-        on_all_ranks(require_all_kinds, path, kinds, run, type(trainer.optimizer).__name__)
-    for chunk in range(len(trainer.chunks)):  # since embedding and head have one name
-        load = lambda: dcp.load(state_of(trainer, chunk), checkpoint_id=path)
-        on_all_ranks(load, prefix=f"--checkpoint {path}: ")
-    if dist.get_rank() == 0:
-        print(f"resumes from {path}", flush=True)
-        found = differences(trainer, run, data_digest) if trainer.steps_done else []
-        if found:
-            print(f"continues with {', '.join(found)}", flush=True)
+    lines = (path / "SHA256SUMS").read_text(errors="replace").splitlines()
+    saved = {line[66:]: line[:64] for line in lines}
+    own = ["run.json", *sorted(saved)[rank::world_size]]
+    for name, digest in digests_of(path / name for name in own).items():
+        need(digest == saved.get(name), f"{path / name} has changed since it was saved")
+    run = json.loads((path / "run.json").read_bytes())
+    is_named = path.name == f"step_{run['step']:08d}"
+    need(is_named, f"{path} has been renamed, as its run.json is of step {run['step']}")
+    return run
 
 
-def require_all_kinds(path, kinds, run, optimizer):
-    """Raise ValueError if the optimizer of this name has saved a kind of state that `kinds` lacks.
-
-    It would be lost in silence. The state of another optimizer is, too, but differences() says so.
-    run: what run.json says
-    """
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata  # {kind.name: ...}
-    lost = {name.partition(".")[0] for name in saved} - kinds
-    which = ", ".join(sorted(lost))
-    why = f"{optimizer} creates {which} after its first step, so it cannot be loaded"
-    need(not lost or run["optimizer"] != optimizer, f"{path}: {why}")
+# the flags of the model that a resumed run may change
+MAY_CHANGE = {"dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"}
 
 
 def check_checkpoint(path, args):
@@ -2356,34 +2403,63 @@ def check_checkpoint(path, args):
     return run
 
 
-def read_run(path, rank=0, world_size=1):
-    """Return what a checkpoint's run.json says, {name: value}.
-
-    Raises ValueError if the files are not those that were saved, or the folder has been renamed.
-    All ranks check run.json, and divide the other files among them.
-    """
-    lines = (path / "SHA256SUMS").read_text(errors="replace").splitlines()
-    saved = {line[66:]: line[:64] for line in lines}
-    for file in sorted(path.iterdir()):
-        is_known = file.name in saved or file.name == "SHA256SUMS"
-        need(is_known, f"{file} is not among the files that were saved")
-    own = ["run.json", *sorted(saved)[rank::world_size]]
-    for name, digest in digests_of(path / name for name in own).items():
-        need(digest == saved.get(name), f"{path / name} has changed since it was saved")
-    run = json.loads((path / "run.json").read_bytes())
-    is_named = path.name == f"step_{run['step']:08d}"
-    need(is_named, f"{path} has been renamed, as its run.json is of step {run['step']}")
-    return run
-
-
-def differences(trainer, run, data_digest):
-    """Return phrases that say how this run differs from the one whose run.json says `run`."""
-    now = flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__}
-    names = [name for name in now if name not in PATHS and now[name] != run.get(name)]
-    found = [f"{as_typed(name, now[name])} (was {run.get(name)})" for name in names]
-    if run["data_digest"] != data_digest:
-        found.append(f"other data (was {run['data'] or 'the default'})")
+def differences(own, saved):
+    """Return phrases that say how a run differs from the one that it continues, see run_of()."""
+    others = PATHS | {"step", "data_digest"}
+    names = [name for name in own if name not in others and own[name] != saved.get(name)]
+    found = [f"{as_typed(name, own[name])} (was {saved.get(name)})" for name in names]
+    if own["data_digest"] != saved["data_digest"]:
+        found.append(f"other data (was {saved['data'] or 'the default'})")
     return found
+
+
+def require_all_kinds(path, kinds):
+    """Raise ValueError if a checkpoint has a kind of state beside these, as it would be lost."""
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata  # {kind.name: ...}
+    lost = {name.partition(".")[0] for name in saved} - kinds
+    need(not lost, f"after its first step, the optimizer has no {', '.join(sorted(lost))}")
+
+
+def require_savable(trainer, settings):
+    """Raise ValueError if the optimizer has state that a checkpoint would lose.
+
+    It has only moments, and the step, which is the trainer's. settings: settings_of() the optimizer
+    before its first step.
+    """
+    optimizer = trainer.optimizer
+    changed = [setting for setting in settings_of(optimizer) if setting not in settings]
+    lost = {name for _, name, _ in changed}
+    steps = []
+    for weight, state in optimizer.state.items():
+        for name, value in state.items():
+            if name == "step":
+                steps.append(torch.as_tensor(value))
+            elif name == "model" or not (value is None or is_moment(value, weight)):
+                lost.add(name)  # a moment named "model" would overwrite the weights
+    if steps and torch.stack(steps).ne(trainer.steps_done).any():  # the host waits once
+        lost.add("step")
+    who = f"{type(optimizer).__name__} keeps {', '.join(sorted(lost))}"
+    need(not lost, f"{who}: checkpoints have only state of the weights' shapes, and the step")
+
+
+def settings_of(optimizer):
+    """Return [(number, name, value)] of what an optimizer keeps beside its state.
+
+    They are its attributes, number 0, and the options of its groups, except those that the trainer
+    sets. A shape stands for a tensor, and the size of its state for an optimizer inside this one.
+    """
+    others = {"state", "param_groups", "found_inf", "params", "lr", "shards"}
+    settings = []
+    for number, values in enumerate([vars(optimizer), *optimizer.param_groups]):
+        for name in values.keys() - others:
+            for value in tree_leaves(values[name]):
+                if torch.is_tensor(value):
+                    value = value.shape
+                elif isinstance(value, torch.optim.Optimizer):
+                    value = len(value.state)
+                if not isinstance(value, bool):  # fused SGD notes that it has taken a step
+                    settings.append((number, name, value))
+    return settings
 
 
 # ---- copies that must be equal -------------------------------------------------------------------
@@ -2407,8 +2483,9 @@ def require_equal_copies(trainer):
     Boxes of ranks that begin at the same place of the same weight, bias of a router or moment must
     have the same shape and the same bits: replicas over dp x cp, with ZeRO the copies of its
     shards, what tp does not divide, copies of experts, the tied weight, and DualPipe's second
-    replica. If bits differ, a memory or a computation has been at fault, and the training would go
-    on with both values. If shapes differ, so do the cuts, and copies have not been summed alike.
+    replica. If bits differ, the training would go on with both values. A memory or a computation
+    has been at fault, or --collectives backend has summed copies in different orders. If shapes
+    differ, so do the cuts, and copies have not been summed alike.
     """
     mesh = trainer.mesh
     own = fingerprints(trainer)
@@ -2429,8 +2506,8 @@ def require_equal_copies(trainer):
 def fingerprints(trainer):
     """Return [(place, (shape, fingerprint))] for each box of the state that this rank holds."""
     places, shapes, values = [], [], []
-    for chunk in range(len(trainer.chunks)):
-        for kind, tensors in state_of(trainer, chunk).items():
+    for state in states_of_chunks(trainer):
+        for kind, tensors in state.items():
             for name, whole in tensors.items():
                 for first_index, box in whole.boxes.items():
                     what = name if kind == "model" else f"{kind} of {name}"
@@ -2460,22 +2537,6 @@ def fingerprint(tensor):
 
 # ---- log -----------------------------------------------------------------------------------------
 
-PEAK_TFLOPS = {  # of dense products in bf16, from data sheets, by the name that CUDA has for a GPU
-    "NVIDIA A100-SXM4-80GB": 312,
-    "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H200": 989,
-    "NVIDIA H800": 989,
-    "NVIDIA B200": 2250,
-}
-
-
-def known_peak(args, device):
-    """Return a device's peak in TFLOP/s, or None if it is unknown or processes share the device."""
-    is_alone = device.type == "cuda" and args.device != "shared"
-    if is_alone and args.dtype == "bf16":
-        return PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
-    return None
-
 
 def flops_per_token(config):
     """Return the FLOPs of forward and backward per token. Recomputation does not count."""
@@ -2493,7 +2554,8 @@ class Log:
     """Reports progress on rank 0's output and in the --metrics file. Creation is collective.
 
     Memory is that of rank 0, tflops and mfu are those of a device, and all other numbers are those
-    of the whole run.
+    of the whole run. A run that is resumed appends to the file. If it has taken a step before, the
+    file has two lines of this step, of which the last counts.
     """
 
     def __init__(self, trainer):
@@ -2502,7 +2564,6 @@ class Log:
         self.speaks = dist.get_rank() == 0
         self.began = time.perf_counter()
         self.first_step = trainer.steps_done + 1
-        self.peak = args.peak_tflops or known_peak(args, trainer.device)
         path = args.metrics if self.speaks and args.metrics else os.devnull
         mode = "a" if trainer.steps_done else "w"
         self.file = on_all_ranks(open, path, mode, prefix=f"--metrics {args.metrics}: ")
@@ -2517,8 +2578,8 @@ class Log:
         tokens = args.batch_size * args.seq_len
         tflops = flops_per_token(args) * tokens / seconds / args.world_size / 1e12
         numbers = {"loss": metrics["loss"], "tokens_per_s": tokens / seconds, "tflops": tflops}
-        if self.peak:
-            numbers["mfu"] = tflops / self.peak
+        if args.peak_tflops:
+            numbers["mfu"] = tflops / args.peak_tflops
         numbers |= metrics
         numbers["memory_mb"] = peak_memory(self.trainer.device) / 2**20
         elapsed = time.perf_counter() - self.began
@@ -2577,6 +2638,8 @@ def describe(trainer):
 #
 # A flag is a field of Args. Those of the model are the fields of GPTConfig, with their types and
 # defaults, and MODEL_FLAGS adds what the command line says of them. The others are declared below.
+# parse() takes the flags that are given, complete() sets the others, and check() compares all with
+# the rules. The pipeline's schedule, schedule_of(), has rules of its own.
 
 
 def flag(default, help, **details):
@@ -2626,10 +2689,12 @@ class Args(GPTConfig):
 
     # how the work is divided
     dp: int | None = flag(None, "replicas (default: as many as there are processes for)")
-    tp: int = flag(1, "ranks that split every matrix")
+    tp: int = flag(1, "ranks that split the matrices of layers and of the vocabulary")
     cp: int = flag(1, "ranks that split the sequence, in attention too")
     pp: int = flag(1, "ranks of the pipeline")
-    zero: int | None = flag(None, "stage (default: 1; 0 if one replica, in fp32)", choices=range(4))
+    zero: int | None = flag(
+        None, "stage (default: 1, or 0 if dp x cp is 1 without bf16)", choices=range(4)
+    )
     replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)")
     cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
@@ -2674,7 +2739,7 @@ class Args(GPTConfig):
     temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens")
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
     metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
-    peak_tflops: float | None = flag(None, "a device's peak, for mfu (default: some GPUs' in bf16)")
+    peak_tflops: float | None = flag(None, "a device's peak; with it, steps have an mfu")
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
@@ -2705,11 +2770,6 @@ WITHOUT_EFFECT_UNLESS = {
     "sample != 0": "prompt temperature",
 }
 NEEDS = {name: rule for rule, names in WITHOUT_EFFECT_UNLESS.items() for name in names.split()}
-# The value with which such a flag asks for nothing. It is never refused.
-NOTHING = {
-    "shared_experts": 0, "balance": "none", "moe_every": 1, "ep": 1, "expert_parts": 1,
-    "schedule": "1f1b", "chunks": 1, "replicate": 1, "recompute_layers": 1, "collectives": "ours",
-}  # fmt: skip
 # What must hold of the flags, and how an error says it after it has listed their values. A rule may
 # rely on the earlier ones. Besides flags, it may use the other fields of Args.
 RULES = {
@@ -2769,11 +2829,102 @@ def parse(argv, world_size, per_node=None):
     return args
 
 
+def complete(args):
+    """Set ep_nodes, and the flags that have not been given and whose defaults depend on others."""
+    args.kv_heads = args.kv_heads or args.heads
+    args.head = args.head or usual_head(args.block)
+    args.ffn = args.ffn or 4 * args.hidden
+    args.dp = args.dp or max(1, args.world_size // (args.pp * args.cp * args.tp))
+    if args.zero is None:
+        args.zero = int(args.dp * args.cp > 1 or args.dtype == "bf16")
+    args.replicate = args.replicate or 1
+    args.ep_nodes = nodes_of_experts(args)
+    args.topk_nodes = args.topk_nodes or args.ep_nodes
+    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp
+    few = 2 * args.pp if args.pp > 1 else 1
+    many = 4 * args.pp if args.pp > 1 else 1
+    if args.batch_size is None:  # 16 or the next larger size in which each microbatch has sequences
+        smallest = args.dp * (args.microbatches or few)
+        args.batch_size = math.ceil(16 / smallest) * smallest
+    if args.microbatches is None:
+        args.microbatches = math.gcd(args.batch_size // args.dp, many)
+    if args.decay_steps is None:
+        args.decay_steps = max(0, args.steps - args.warmup)
+    if args.min_lr is None:
+        args.min_lr = args.lr / 10
+
+
+def nodes_of_experts(args):
+    """Return over how many nodes an ep_group is spread, with equally many of its ranks on each."""
+    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of()
+    in_dp_cp = args.ep // in_tp
+    if args.per_node % args.tp == 0:  # a node has whole tp_groups
+        return in_dp_cp // math.gcd(in_dp_cp, args.per_node // args.tp)
+    return args.ep // math.gcd(in_tp, args.per_node)
+
+
+def parts_of_experts(args):
+    """Return the default of --expert-parts, the same on all ranks.
+
+    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
+    message still take far longer than its start.
+    """
+    rows = args.batch_size // (args.dp * args.microbatches)
+    tokens = rows * args.seq_len // (args.cp * args.tp)
+    itemsize = 2 if args.dtype == "bf16" else 4
+    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
+    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
+
+
+def check(args, given):
+    """Raise ValueError if flags do not fit together, or if a given flag lacks what it needs.
+
+    args: all fields of Args, set. given: {name: value} of the flags on the command line.
+    """
+    for name, rule in NEEDS.items():
+        if name in given:
+            need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
+    for sentence in broken(RULES, args):
+        raise ValueError(sentence)
+
+
+def broken(rules, args):
+    """Yield a sentence, which begins with flags and their values, for each rule that is broken."""
+    for rule, fault in rules.items():
+        if not holds(rule, args):
+            names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
+            yield f"{typed(args, *names)}: {fault.format_map(vars(args))}"
+
+
+def holds(rule, args):
+    """Return whether an expression of flags, such as "cp > 1", is true."""
+    return bool(eval(rule, {"max": max}, vars(args)))
+
+
+def schedule_of(args):
+    """Return the pipeline's schedule; raise ValueError if it is not defined for these flags."""
+    make = SCHEDULES[args.schedule]
+    chunks = [args.chunks] if NUM_CHUNKS[args.schedule] is None else []
+    try:
+        schedule = make(args.pp, args.microbatches, *chunks)
+    except ValueError as error:
+        raise ValueError(f"{typed(args, 'schedule', 'pp', 'microbatches')}: {error}") from None
+    if args.overlap:
+        schedule = pair_up(schedule)
+    stages = len(schedule.routes[0])
+    # the first stage may hold just the embedding, and the last one just the head
+    need(args.layers + 2 >= stages, f"{typed(args, 'layers')} is too few for {stages} stages")
+    most = max(map(len, divide_layers(args, schedule.routes)))
+    sentence = f"{typed(args, 'recompute_layers')} is more than a stage has, at most {most}"
+    need(args.recompute_layers <= most, sentence)
+    return schedule
+
+
 USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
 EPILOG = """
 A flag that has no effect without another one is refused if the other one is missing.
 
-example: two pipeline stages, each on two ranks that split every matrix
+example: two pipeline stages, each on two ranks that split its layers' matrices
   torchrun --nproc-per-node 4 hybrid.py --pp 2 --tp 2 --steps 100
 """
 HEADINGS = {  # in --help, before these flags
@@ -2830,78 +2981,6 @@ def at_least(least, kind=int, below=math.inf):
     return number
 
 
-def parts_of_experts(args):
-    """Return the default of --expert-parts, the same on all ranks.
-
-    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
-    message still take far longer than its start.
-    """
-    rows = args.batch_size // (args.dp * args.microbatches)
-    tokens = rows * args.seq_len // (args.cp * args.tp)
-    itemsize = 2 if args.dtype == "bf16" else 4
-    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
-    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
-
-
-def complete(args):
-    """Set ep_nodes, and the flags that have not been given and whose defaults depend on others."""
-    args.kv_heads = args.kv_heads or args.heads
-    args.head = args.head or usual_head(args.block)
-    args.ffn = args.ffn or 4 * args.hidden
-    args.dp = args.dp or max(1, args.world_size // (args.pp * args.cp * args.tp))
-    if args.zero is None:
-        args.zero = int(args.dp * args.cp > 1 or args.dtype == "bf16")
-    args.replicate = args.replicate or 1
-    args.ep_nodes = nodes_of_experts(args)
-    args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp
-    few = 2 * args.pp if args.pp > 1 else 1
-    many = 4 * args.pp if args.pp > 1 else 1
-    if args.batch_size is None:  # 16 or the next larger size in which each microbatch has sequences
-        smallest = args.dp * (args.microbatches or few)
-        args.batch_size = math.ceil(16 / smallest) * smallest
-    if args.microbatches is None:
-        args.microbatches = math.gcd(args.batch_size // args.dp, many)
-    if args.decay_steps is None:
-        args.decay_steps = max(0, args.steps - args.warmup)
-    if args.min_lr is None:
-        args.min_lr = args.lr / 10
-
-
-def nodes_of_experts(args):
-    """Return over how many nodes an ep_group is spread, with equally many of its ranks on each."""
-    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of()
-    in_dp_cp = args.ep // in_tp
-    if args.per_node % args.tp == 0:  # a node has whole tp_groups
-        return in_dp_cp // math.gcd(in_dp_cp, args.per_node // args.tp)
-    return args.ep // math.gcd(in_tp, args.per_node)
-
-
-def check(args, given):
-    """Raise ValueError if flags do not fit together, or if a given flag lacks what it needs.
-
-    args: all fields of Args, set. given: {name: value} of the flags on the command line.
-    """
-    for name, rule in NEEDS.items():
-        if name in given and given[name] != NOTHING.get(name):
-            need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
-    for sentence in broken(RULES, args):
-        raise ValueError(sentence)
-
-
-def broken(rules, args):
-    """Yield a sentence, which begins with flags and their values, for each rule that is broken."""
-    for rule, fault in rules.items():
-        if not holds(rule, args):
-            names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
-            yield f"{typed(args, *names)}: {fault.format_map(vars(args))}"
-
-
-def holds(rule, args):
-    """Return whether an expression of flags, such as "cp > 1", is true."""
-    return bool(eval(rule, {"max": max}, vars(args)))
-
-
 def as_typed(name, value=True):
     """Return a flag as it is written on the command line."""
     dashed = "--" + name.replace("_", "-")
@@ -2918,80 +2997,6 @@ def flags_of(args):
     return {name: getattr(args, name) for name in FLAGS}
 
 
-def schedule_of(args):
-    """Return the pipeline's schedule; raise ValueError if it is not defined for these flags."""
-    make = SCHEDULES[args.schedule]
-    chunks = [args.chunks] if NUM_CHUNKS[args.schedule] is None else []
-    try:
-        schedule = make(args.pp, args.microbatches, *chunks)
-    except ValueError as error:
-        raise ValueError(f"{typed(args, 'schedule', 'pp', 'microbatches')}: {error}") from None
-    if args.overlap:
-        schedule = pair_up(schedule)
-    stages = len(schedule.routes[0])
-    # the first stage may hold just the embedding, and the last one just the head
-    need(args.layers + 2 >= stages, f"{typed(args, 'layers')} is too few for {stages} stages")
-    most = max(map(len, divide_layers(args, schedule.routes)))
-    sentence = f"{typed(args, 'recompute_layers')} is more than a stage has, at most {most}"
-    need(args.recompute_layers <= most, sentence)
-    return schedule
-
-
-# ---- errors --------------------------------------------------------------------------------------
-
-
-class TrainingError(ValueError):
-    """An error that ends the run, on all ranks once they are connected. status: the exit status."""
-
-    def __init__(self, message, status=1):
-        super().__init__(message)
-        self.status = status
-
-
-def need(condition, sentence):
-    """Raise ValueError with this sentence unless the condition holds."""
-    if not condition:
-        raise ValueError(sentence)
-
-
-def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
-    """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective.
-
-    To fail is to raise OSError, ValueError, or what torch.distributed.checkpoint raises.
-    """
-    fault = None
-    try:
-        result = call(*arguments)
-    except (OSError, ValueError) as error:
-        fault = first_line(error)
-    except dcp.api.CheckpointException as error:  # all ranks raise it, with {rank: (cause, where)}
-        if dist.get_rank() in error.failures:
-            cause, _ = error.failures[dist.get_rank()]
-            fault = first_line(cause)
-    for rank, line in enumerate(gather_objects(fault, group)):
-        if line is not None:
-            who = f"rank {rank}: " if rank else ""
-            raise TrainingError(f"{prefix}{who}{line}", status)
-    return result
-
-
-def require_same(own, prefix=""):
-    """Raise TrainingError with status 2 unless {name: value} is the same on all ranks. Collective.
-    """
-    first, *others = gather_objects(own)
-    for rank, other in enumerate(others, 1):
-        for name, value in first.items():
-            if other[name] != value:
-                unlike = f"rank {rank} has {as_typed(name, other[name])}"
-                raise TrainingError(f"{prefix}{unlike}, rank 0 has {as_typed(name, value)}", 2)
-
-
-def first_line(error):
-    """Return the first line of an error's text, or its class and arguments if it has none."""
-    text = str(error).strip() or repr(error)
-    return text.split("\n")[0]
-
-
 # ---- one process ---------------------------------------------------------------------------------
 #
 # How a run ends, and what it prints, under torchrun or in a world of one:
@@ -3002,6 +3007,9 @@ def first_line(error):
 #     SIGTERM with --checkpoint      TrainingError on all ranks     one line, status 143
 #     a rank dies or stays silent    its peers lose it              one line of one rank, status 1
 #     any other error                one rank raises it             one traceback, status 1
+#
+# After a restart, a step that was not finite is so again, as it has the same weights and the same
+# batch, unless --seed changes the batch.
 
 # Variables that main() sets unless they are set already. CUDA and NCCL read them when they start.
 ENVIRONMENT = {
@@ -3091,6 +3099,7 @@ def agree(argv):
     Raises TrainingError with status 2 if flags are wrong on any rank, or differ between ranks.
     """
     rank, world_size = rank_and_size()
+    # where no launcher sets this variable, all ranks count as one node, which may cost time
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     # ranks of a node are consecutive, so every run of so many ranks is on one node
     per_node = math.gcd(*gather_objects(local_size))
@@ -3175,7 +3184,4 @@ def say(sentence):
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a sample may have any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # PR_SET_PDEATHSIG is 1: this process gets SIGTERM when its parent, torchrun, dies
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     sys.exit(main())

@@ -216,6 +216,10 @@ class Undeclared(Signs):
     elementwise = False
 
 
+class Copied(Signs):
+    """An optimizer of another name with the same state."""
+
+
 class Factors(Signs):
     """An optimizer whose state has another shape than its weight."""
 
@@ -371,16 +375,19 @@ def test_a_run_with_another_optimizer_than_that_of_the_checkpoint_is_refused_or_
     folder, printed = tmp_path / "own", io.StringIO()
     assert _with_optimizer(Signs, "", folder) is None
     status, line = _end("--steps 6", folder)
-    assert status == 2 and "step_00000004" in line and "exp_avg" in line
-    assert _with_optimizer(torch.optim.SGD, "--steps 6", folder, printed) is None  # without state
-    assert "--optimizer SGD (was Signs)" in printed.getvalue()
+    assert status == 2 and "step_00000004: " in line and line.endswith(" has no mean")
+    assert _with_optimizer(torch.optim.SGD, "", tmp_path / "other") is None  # without state
+    status, line = _end("--steps 6", tmp_path / "other")
+    assert status == 2 and "step_00000004: " in line and "exp_avg" in line
+    assert _with_optimizer(Copied, "--steps 6", folder, printed) is None
+    assert "--optimizer Copied (was Signs)" in printed.getvalue()
 
 
 @on_ranks(1)
 def test_a_run_whose_optimizer_would_not_load_all_of_its_state_is_refused(tmp_path):
     assert _with_optimizer(Late, "", tmp_path) is None
     status, line = _with_optimizer(Late, "--steps 6", tmp_path)
-    assert status == 2 and "Late creates slow after its first step" in line
+    assert status == 2 and "after its first step, the optimizer has no slow" in line
 
 
 @on_ranks(1)
@@ -568,15 +575,16 @@ def test_a_full_disk_ends_all_ranks_with_one_line_by_the_next_step(tmp_path):
 
 
 @on_ranks(1)
-def test_a_save_says_that_the_disk_is_full_wherever_it_fills_up(tmp_path):
+def test_a_save_fails_in_one_line_wherever_the_disk_fills_up(tmp_path):
     """The limit falls into the headers, the numbers, or the ends of what torch.save() writes."""
     state = {"model": {"a": torch.ones(50), "b": torch.ones(3000)}}
-    for limit in range(0, 14000, 200):
+    for limit in range(0, 14000, 400):
         limit_files(limit)
         with pytest.raises(hybrid.TrainingError) as raised:
             hybrid.write_checkpoint(state, tmp_path / "step_00000001", {"keep": 1}, None)
         limit_files(None)
-        assert str(raised.value).endswith("step_00000001: [Errno 27] File too large"), limit
+        line = str(raised.value)
+        assert raised.value.status == 1 and "step_00000001: " in line and "\n" not in line, limit
     hybrid.write_checkpoint(state, tmp_path / "step_00000001", {"keep": 1}, None)
 
 
@@ -704,10 +712,8 @@ DAMAGES = {
     "flipped first": lambda data: bytes([data[0] ^ 4]) + data[1:],
     "cut": lambda data: data[:-9],
     "other steps": lambda data: json.dumps(json.loads(data) | {"steps": 5}).encode(),
-    "new": lambda data: b"",
 }
 CHANGED = "has changed since it was saved"
-UNKNOWN = "is not among the files that were saved"
 DAMAGED = [
     ("__1_0.distcp", "gone", "No such file"),
     ("__0_0.distcp", "flipped", f"__0_0.distcp {CHANGED}"),
@@ -716,10 +722,9 @@ DAMAGED = [
     ("run.json", "cut", f"run.json {CHANGED}"),
     ("run.json", "other steps", f"run.json {CHANGED}"),
     ("SHA256SUMS", "gone", "No such file"),
-    ("SHA256SUMS", "flipped", f"run.json {UNKNOWN}"),
+    ("SHA256SUMS", "flipped", f"run.json {CHANGED}"),
     ("SHA256SUMS", "flipped first", CHANGED),
-    ("SHA256SUMS", "cut", f"run.json {UNKNOWN}"),
-    ("__2_0.distcp", "new", f"__2_0.distcp {UNKNOWN}"),
+    ("SHA256SUMS", "cut", "Is a directory"),  # a digest without a name
 ]
 
 
@@ -732,14 +737,24 @@ def test_a_damaged_checkpoint_ends_all_ranks_with_one_line_that_names_it(
     _train("--dp 2", folder)
     if dist.get_rank() == 0:
         path = folder / "step_00000004" / file
-        content = DAMAGES[damage](path.read_bytes() if path.exists() else b"")
-        path.unlink(missing_ok=True)
+        content = DAMAGES[damage](path.read_bytes())
+        path.unlink()
         if content is not None:
             path.write_bytes(content)
     dist.barrier()
     status, line = _end("--dp 2 --steps 6", folder)
     assert status == 2 and "\n" not in line and message in line and "step_00000004" in line
     assert len(_complete(folder)) == 2  # no checkpoint is deleted
+
+
+@on_ranks(1)
+def test_a_file_that_a_file_system_has_added_to_a_checkpoint_changes_nothing(tmp_path):
+    """NFS renames a file to .nfs... if it is deleted while a process has it open."""
+    _train("", tmp_path)
+    (tmp_path / "step_00000004" / ".nfs00000001").write_text("x")
+    (tmp_path / "step_00000004" / "__7_0.distcp").write_text("x")
+    assert _end("--steps 6", tmp_path) is None
+    assert "step_00000006" in _complete(tmp_path)
 
 
 @on_ranks(1)
@@ -862,6 +877,17 @@ def test_a_second_run_cannot_use_the_folder_of_a_live_run(tmp_path):
     assert not _end("", tmp_path)
 
 
+@on_ranks(2)
+def test_a_folder_that_ranks_do_not_share_is_refused_before_the_first_step(tmp_path):
+    """It may exist on each node, and have the lock of a former run."""
+    folder = tmp_path / f"of rank {dist.get_rank()}"
+    hybrid.claim(folder).close()
+    with patch.object(hybrid.Trainer, "step", None):
+        status, line = _end("--dp 2", folder)
+    fault = "it is not the folder that rank 0 uses: all nodes must share it"
+    assert status == 2 and line == f"--checkpoint {folder}: rank 1: {fault}"
+
+
 @on_ranks(1)
 def test_a_folder_that_cannot_be_locked_is_said(tmp_path):
     no_locks = patch.object(hybrid.fcntl, "flock", side_effect=OSError("no locks"))
@@ -976,18 +1002,3 @@ def test_after_a_kill_all_processes_end_within_seconds_and_one_says_why(checkpoi
     assert process.returncode == 1 and time.monotonic() - began < 5
     own = [line for line in (tmp_path / "errors").read_text().splitlines() if "hybrid.py: " in line]
     assert len(own) == 1 and " lost rank 2: " in own[0]
-
-
-@pytest.mark.soak
-def test_processes_exit_when_torchrun_is_killed():
-    words = ["--nproc-per-node=2", PROJECT / "hybrid.py", *FLAGS.split(), "--vocab-size=256"]
-    process = _start(*words, "--steps=1000000")
-    next(line for line in process.stdout if line.startswith("step 1 "))
-    ranks = _ranks_of(process)
-    process.kill()
-    try:
-        process.communicate(timeout=30)  # returns when the last process has closed the pipe
-    finally:
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGKILL)
