@@ -50,6 +50,7 @@ plain_step() is a step over pp, dp and tp in its plain form, and Trainer.step() 
 """
 
 import argparse
+import ctypes
 import fcntl
 import gc
 import hashlib
@@ -68,7 +69,7 @@ from collections import ChainMap, Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -1568,6 +1569,7 @@ def train(args, device):
     Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving. A
     save that is under way ends first.
     """
+    on_all_ranks(check_memory, args, device)
     data, data_digest = read_data(args)
     prompt = on_all_ranks(prompt_of, args, data, prefix="--prompt: ")
     trainer = Trainer(args, make_mesh(args, device=device), device)
@@ -1841,6 +1843,23 @@ def read_text(path):
                 fault = f'{path.name}: line {number} is no JSON object with a "text"'
                 raise ValueError(fault) from None
     return np.frombuffer(DOCUMENT_END.join(texts), np.uint8)
+
+
+def check_memory(args, device):
+    """Raise ValueError if batches or, on CPUs, weights take more memory than the machine has.
+
+    Linux would swap for minutes, and then kill a process. A GPU says by itself that it is full.
+    """
+    nbytes = 24 * args.batch_size // args.dp * (args.seq_len + 1)  # tokens, three times as int64
+    if device.type == "cpu":
+        whole = replace(args, top_k=args.experts)  # its tokens use all weights, at 2 FLOPs each
+        flops = sum(forward_flops(whole, args.has_experts(i))[0] for i in range(args.layers))
+        weights = flops // 2 + args.hidden * args.vocab_size
+        nbytes += 4 * weights // (args.pp * max(args.tp, args.ep))  # if tp or ep divides them all
+    names = "batch_size seq_len layers hidden ffn vocab_size experts shared_experts".split()
+    size = f"{args.per_node * nbytes / 2**30:,.0f} GiB or more of memory"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    need(args.per_node * nbytes < memory, f"{typed(args, *names)}: a machine needs {size}")
 
 
 # ---- samples -------------------------------------------------------------------------------------
@@ -2129,6 +2148,19 @@ def run_of(trainer, data_digest):
     return flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__} | facts
 
 
+class Writer(dcp.FileSystemWriter):
+    """PyTorch's writer, which raises the file system's error rather than one that follows from it.
+
+    After a disk is full, torch.save() complains that it has not written as much as it should have.
+    """
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise error.__context__ or error
+
+
 def write_checkpoint(state, path, run, group):
     """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
 
@@ -2136,7 +2168,7 @@ def write_checkpoint(state, path, run, group):
     """
     partial_path = path.with_suffix(".partial")
     options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
-    storage = dcp.FileSystemWriter(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
+    storage = Writer(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
     write = partial(dcp.save, state, storage_writer=storage, process_group=group)
     on_all_ranks(write, **options)
     files = partial_path.glob(f"__{dist.get_rank()}_*")  # this rank has written
@@ -2247,8 +2279,8 @@ class Saver:
         self.data_digest = data_digest
         self.settings = settings_of(trainer.optimizer)
         self.sigterm = False
-        # a file system may keep ranks waiting for longer than --timeout, which is for a step
-        self.group = dist.new_group(timeout=timedelta(hours=1), backend="gloo")
+        # in it, a rank whose file system is slow keeps the others waiting, at most for --timeout
+        self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
         self.executor = ThreadPoolExecutor(1)  # Python waits for its thread before it exits
         # the Future of the last save. In place of a first one, ranks connect before training begins
         self.pending = self.executor.submit(barrier, self.group)
@@ -2538,6 +2570,23 @@ def fingerprint(tensor):
 # ---- log -----------------------------------------------------------------------------------------
 
 
+PEAK_TFLOPS = {  # of dense products in bf16, from data sheets, by the name that CUDA has for a GPU
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H200": 989,
+    "NVIDIA H800": 989,
+    "NVIDIA B200": 2250,
+}
+
+
+def known_peak(args, device):
+    """Return a device's peak in TFLOP/s, or None if it is unknown or processes share the device."""
+    is_alone = device.type == "cuda" and args.device != "shared"
+    if is_alone and args.dtype == "bf16":
+        return PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+    return None
+
+
 def flops_per_token(config):
     """Return the FLOPs of forward and backward per token. Recomputation does not count."""
     return 3 * (flops_of_layers(config) + flops_of_head(config))
@@ -2561,6 +2610,7 @@ class Log:
     def __init__(self, trainer):
         args = trainer.args
         self.trainer = trainer
+        self.peak = args.peak_tflops or known_peak(args, trainer.device)
         self.speaks = dist.get_rank() == 0
         self.began = time.perf_counter()
         self.first_step = trainer.steps_done + 1
@@ -2578,8 +2628,8 @@ class Log:
         tokens = args.batch_size * args.seq_len
         tflops = flops_per_token(args) * tokens / seconds / args.world_size / 1e12
         numbers = {"loss": metrics["loss"], "tokens_per_s": tokens / seconds, "tflops": tflops}
-        if args.peak_tflops:
-            numbers["mfu"] = tflops / args.peak_tflops
+        if self.peak:
+            numbers["mfu"] = tflops / self.peak
         numbers |= metrics
         numbers["memory_mb"] = peak_memory(self.trainer.device) / 2**20
         elapsed = time.perf_counter() - self.began
@@ -2739,7 +2789,7 @@ class Args(GPTConfig):
     temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens")
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
     metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
-    peak_tflops: float | None = flag(None, "a device's peak; with it, steps have an mfu")
+    peak_tflops: float | None = flag(None, "a device's peak, for mfu (default: some GPUs' in bf16)")
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
@@ -2770,6 +2820,11 @@ WITHOUT_EFFECT_UNLESS = {
     "sample != 0": "prompt temperature",
 }
 NEEDS = {name: rule for rule, names in WITHOUT_EFFECT_UNLESS.items() for name in names.split()}
+# The value with which such a flag asks for nothing. It is never refused.
+NOTHING = {
+    "shared_experts": 0, "balance": "none", "moe_every": 1, "ep": 1, "expert_parts": 1,
+    "schedule": "1f1b", "chunks": 1, "replicate": 1, "recompute_layers": 1, "collectives": "ours",
+}  # fmt: skip
 # What must hold of the flags, and how an error says it after it has listed their values. A rule may
 # rely on the earlier ones. Besides flags, it may use the other fields of Args.
 RULES = {
@@ -2882,7 +2937,7 @@ def check(args, given):
     args: all fields of Args, set. given: {name: value} of the flags on the command line.
     """
     for name, rule in NEEDS.items():
-        if name in given:
+        if name in given and given[name] != NOTHING.get(name):
             need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
     for sentence in broken(RULES, args):
         raise ValueError(sentence)
@@ -3184,4 +3239,7 @@ def say(sentence):
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a sample may have any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # PR_SET_PDEATHSIG is 1: this process gets SIGTERM when its parent, torchrun, dies
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     sys.exit(main())

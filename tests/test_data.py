@@ -241,3 +241,62 @@ def test_a_run_with_a_token_outside_the_vocabulary_ends_before_its_model_exists(
     dist.barrier()
     status, line = _refused(f"--seq-len 8 --vocab-size 64 --data {quoted(tmp_path)}")
     assert status == 2 and re.search("token 64 .* --vocab-size 64", line)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+HUGE = """what no memory holds
+--batch-size 2000000000 --seq-len 9999
+--hidden 1000000
+--hidden 2147483644 --ffn 2147483647 --vocab-size 2147483647
+--vocab-size 2147483647 --hidden 100000
+--experts 2147483647
+--experts 4 --shared-experts 2147483647
+"""
+
+
+@pytest.mark.parametrize("flags", HUGE.splitlines()[1:])
+@on_ranks(2)
+def test_what_no_memory_holds_is_one_error_on_all_ranks_which_names_its_sizes(flags):
+    status, line = _refused(flags)
+    assert status == 2 and " GiB " in line and "\n" not in line
+    assert all(f"{name} {size}" in line for name, size in zip(*2 * [iter(flags.split())]))
+
+
+ALL_KINDS = "--layers 4 --hidden 16 --ffn 24 --experts 8 --shared-experts 1 --moe-every 2"
+
+
+@pytest.mark.parametrize("flags", ["", "--block llama --kv-heads 2 --head tied", ALL_KINDS])
+@on_ranks(1)
+def test_the_matrices_of_all_ranks_of_a_node_must_take_less_than_its_memory(flags):
+    args = hybrid.parse(f"{flags} --batch-size 1".split(), 1)
+    trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
+    weights = {row.name: row.tensor for row in trainer.originals() if row.tensor.dim() > 1}
+    size = 4 * sum(weight.numel() for name, weight in weights.items() if ".wpe" not in name)
+    size += 3 * 8 * (args.seq_len + 1)  # the batch, see below
+    assert _least_memory(args) == size + 1
+    two = hybrid.parse(f"{flags} --batch-size 2 --dp 2".split(), 2)
+    assert _least_memory(two) == 2 * size + 1
+
+
+def test_the_tokens_of_all_ranks_of_a_node_must_take_less_than_its_memory():
+    """They are windows, inputs and targets of a rank's rows, in int64."""
+    for dp, per_node in (1, 1), (2, 1), (2, 2):
+        args = hybrid.parse(f"--batch-size 6 --seq-len 9 --dp {dp}".split(), dp, per_node)
+        expected = per_node * 3 * 8 * (6 // dp) * (9 + 1)
+        assert _least_memory(args, torch.device("cuda")) == expected + 1
+
+
+def _least_memory(args, device=CPU):
+    """Return the least number of bytes of memory that a machine must have."""
+    low, high = 0, 2**40
+    while low + 1 < high:
+        middle = (low + high) // 2
+        memory = {"SC_PHYS_PAGES": middle, "SC_PAGE_SIZE": 1}
+        with patch.object(hybrid.os, "sysconf", memory.get):
+            try:
+                hybrid.check_memory(args, device)
+                high = middle
+            except ValueError:
+                low = middle
+    return high

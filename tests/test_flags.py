@@ -140,6 +140,12 @@ def test_chunks_is_accepted_with_the_schedules_whose_caller_chooses_them(name):
             hybrid.parse(flags, 2)
 
 
+def test_a_flag_is_accepted_without_what_it_needs_if_its_value_asks_for_nothing():
+    for name, nothing in hybrid.NOTHING.items():
+        args = hybrid.parse(hybrid.as_typed(name, nothing).split(), 1)
+        assert getattr(args, name) == nothing
+
+
 class Saved:
     """A tensor that autograd has saved for backward. Counts the bytes of all such tensors."""
 
@@ -367,7 +373,7 @@ def test_without_flags_any_number_of_processes_trains_the_same_model():
         assert changed <= {"dp", "batch_size", "world_size", "per_node", "zero"}
         assert args.zero == (world_size > 1)
     assert hybrid.parse(["--dtype", "bf16"], 1).zero == 1  # which keeps the fp32 weights
-    degrees = "--tp 1 --pp 1 --cp 1 --zero 1"  # valid for any number of processes
+    degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --zero 1"  # valid for any number of processes
     assert [hybrid.parse(degrees.split(), n).dp for n in (1, 2, 3)] == [1, 2, 3]
 
 

@@ -101,11 +101,24 @@ def test_a_line_has_the_tokens_of_all_ranks_and_the_flops_of_each():
 
 
 @on_ranks(1)
-def test_mfu_compares_with_the_peak_of_the_flag():
+def test_mfu_compares_with_the_peak_of_the_exact_gpu_in_bf16_or_that_of_the_flag(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    named = lambda name: monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    peak = lambda flags: hybrid.known_peak(hybrid.parse(flags.split(), 1), gpu)
+    for name, dtype, expected in [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA H100 80GB HBM3", "tf32", None), ("NVIDIA A100-SXM4-80GB", "fp32", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None), ("NVIDIA X1", "bf16", None),
+    ]:  # fmt: skip
+        named(name)
+        assert peak(f"--dtype {dtype}") == expected
+    named("NVIDIA H200")
+    assert peak("--device shared --dtype bf16") is None
+    bf16 = hybrid.parse("--dtype bf16".split(), 1)
+    assert hybrid.known_peak(bf16, torch.device("cpu")) is None
     per_token = hybrid.flops_per_token(make_trainer("--steps 1200").args)
     mfu = f"  mfu {3e6 * per_token / 2e12:.4g}  "
-    assert mfu in _log("--steps 1200 --peak-tflops 2", 1)
-    assert "mfu" not in _log("--steps 1200", 1)
+    assert mfu in _log("--steps 1200 --peak-tflops 2", 1) and "mfu" not in _log("--steps 1200", 1)
 
 
 @on_ranks(1)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-from hybrid import GPTConfig
+from hybrid import PEAK_TFLOPS, GPTConfig
 
 
 class Gpu(NamedTuple):
@@ -42,11 +42,11 @@ class Gpu(NamedTuple):
 
 
 GPUS = {  # 80 GiB are 86 GB, of which CUDA, NCCL and fragmentation take 6 GB
-    "a100": Gpu(312, 80, 2039, 300, 25, 0.69, 0.81),
-    "h100": Gpu(989, 80, 3350, 450, 50),
-    "h800": Gpu(989, 80, 3350, 200, 50),
-    "h200": Gpu(989, 141, 4800, 450, 50),
-    "b200": Gpu(2250, 180, 8000, 900, 50),
+    "a100": Gpu(PEAK_TFLOPS["NVIDIA A100-SXM4-80GB"], 80, 2039, 300, 25, 0.69, 0.81),
+    "h100": Gpu(PEAK_TFLOPS["NVIDIA H100 80GB HBM3"], 80, 3350, 450, 50),
+    "h800": Gpu(PEAK_TFLOPS["NVIDIA H800"], 80, 3350, 200, 50),
+    "h200": Gpu(PEAK_TFLOPS["NVIDIA H200"], 141, 4800, 450, 50),
+    "b200": Gpu(PEAK_TFLOPS["NVIDIA B200"], 180, 8000, 900, 50),
     "tpu-v5p": Gpu(459, 95, 2765, 180, 180),
 }
 # Narayanan et al., 2021, table 1: {billions of parameters: (layers, hidden, heads)}

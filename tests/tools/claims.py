@@ -253,7 +253,7 @@ CLASSES = [
         + ["GPU's thermal interface and sensor", "server chassis", "IO expansion board", "CPU"]
         + ["system memory"],
         "restarts from the last checkpoint, with the bits of an undisturbed run",
-        [("checkpoints", "whose_ranks_are_killed")],
+        [("checkpoints", "whose_ranks_are_killed"), ("checkpoints", "when_torchrun_is_killed")],
     ),
     Class(
         "a peer is silent",
