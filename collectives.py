@@ -618,7 +618,8 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
 
 # ---- from a call to the wire ---------------------------------------------------------------------
 #
-# A group's collectives run one by one, and read their inputs when their turn comes. Those with
+# A group's collectives run one by one, and read their inputs when their turn comes. All ranks must
+# call them in one order, so only one thread of a process may call those of a group. Those with
 # async_op, and those that are called while others are pending, go to the group's queue. For gloo
 # it is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA stream, whose
 # kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
@@ -1063,7 +1064,8 @@ def exchange(sends, receives, group=None, async_op=False):
     """Do what plain_exchange() does, faster, and also in a group that is busy.
 
     Pending collectives of the group complete first. On gloo a message larger than its receiver's
-    tensor aborts the process. A RuntimeError names the failed peer. With async_op=True this returns
+    tensor aborts the process. On NCCL a group that was made without a device_id connects in its
+    first batch, in which all its ranks must then take part. A RuntimeError names the failed peer. With async_op=True this returns
     a Work to wait() for. Otherwise it returns when the messages are complete, or on NCCL when the
     current stream has been told to wait for them.
     """
@@ -1345,7 +1347,7 @@ class _Thread:
 # The constants are fixed, not measured at start-up, so that results do not depend on timing. They
 # were measured for gloo with 2 to 8 ranks on 2 cores, and estimated for NCCL.
 
-NCCL_STEP_BYTES = 1 << 22  # a batch takes the host 60 us, in which 400 Gbit/s carry 3 MB
+NCCL_STEP_BYTES = 1 << 22  # a batch takes the host 60 us, in which 400 Gbit/s carry 3 MB or more
 GLOO_STEP_BYTES = 1 << 17  # a step takes 0.1 ms, and a machine's memory carries 1 to 2 GB/s
 GLOO_STEP_BYTES_BETWEEN_NODES = 1 << 14  # 0.1 ms at 1 Gbit/s
 ONE_STEP_BYTES = 1 << 16  # NCCL in one node: shorter tensors take naive's 1 step, not direct's 2
@@ -1426,7 +1428,7 @@ def set_ranks_per_node(ranks_per_node, group=None):
 # on NCCL 128 MB, hierarchical on gloo 8 MB for each rank of the group. Algorithms that are not cut
 # take what the tables say: the doublings, and on NCCL the ring.
 
-SEGMENT = 1 << 21  # gloo: bytes of a chunk that travel in one message; 1 MB was up to 1.6x slower
+SEGMENT = 1 << 21  # gloo: bytes of a chunk that travel in one message, see also `window`
 DIRECT_BYTES = 1 << 26  # NCCL: the longest segment of a full tensor; its parts take as much scratch
 ALIGNMENT = 128  # bytes; a GPU reads 128 at once
 
@@ -1442,7 +1444,8 @@ def choose_segments(work, nbytes, both_phases=False, name="auto"):
     if name in ("direct", "hierarchical") or (name == "ring" and not on_nccl):
         segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
         return name, max(1, math.ceil(nbytes / segment_bytes)), options
-    # on gloo choose() takes these only for short tensors; on NCCL segments would gain little
+    # On gloo choose() takes these only for short tensors, on NCCL segments would gain little, and
+    # halving_doubling needs the chunks of a whole tensor side by side, see _joined().
     return name, 1, options
 
 
@@ -1588,7 +1591,7 @@ def reduce_directly(chunks, output, combine, rank):
 
 
 def _reduce_at_once(chunks, output, combine, rank):
-    """Do what _direct_reduce_scatter() does, on a GPU, with a single kernel, which rounds once.
+    """Do what _direct_reduce_scatter() does, on a GPU, with one kernel, which rounds 16-bit sums once.
 
     Each kernel reads and writes memory, and costs the host a launch. So the parts arrive as rows of
     a matrix, which one kernel reduces, and not P-1 kernels.
