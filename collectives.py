@@ -1065,9 +1065,9 @@ def exchange(sends, receives, group=None, async_op=False):
 
     Pending collectives of the group complete first. On gloo a message larger than its receiver's
     tensor aborts the process. On NCCL a group that was made without a device_id connects in its
-    first batch, in which all its ranks must then take part. A RuntimeError names the failed peer. With async_op=True this returns
-    a Work to wait() for. Otherwise it returns when the messages are complete, or on NCCL when the
-    current stream has been told to wait for them.
+    first batch, in which all its ranks must then take part. A RuntimeError names the failed peer.
+    With async_op=True this returns a Work to wait() for. Otherwise it returns when the messages are
+    complete, or on NCCL when the current stream has been told to wait for them.
     """
     require_memory(sends, receives)
     tensor = (sends or receives)[0][0] if sends or receives else None
@@ -1591,7 +1591,7 @@ def reduce_directly(chunks, output, combine, rank):
 
 
 def _reduce_at_once(chunks, output, combine, rank):
-    """Do what _direct_reduce_scatter() does, on a GPU, with one kernel, which rounds 16-bit sums once.
+    """Do what _direct_reduce_scatter() does, on a GPU, with one kernel. It rounds 16-bit sums once.
 
     Each kernel reads and writes memory, and costs the host a launch. So the parts arrive as rows of
     a matrix, which one kernel reduces, and not P-1 kernels.
