@@ -388,7 +388,7 @@ class Reducer:
 #                               3   2   end: passes the request on to the outer backward
 #                               asks
 #
-#     no batch            finish_grad_sync() begins a round and ends it
+#     no batch            sync_without_batch() begins a round and ends it
 #
 # So the round ends with the outermost backward. With wait_in_backward=False, and in a round of
 # start_grad_sync(), nothing asks, and finish_grad_sync() ends it.
@@ -442,8 +442,8 @@ class DistributedDataParallel(nn.Module):
     The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
     backward() that computes the gradient of any parameter also reduces all gradients, except inside
     no_sync(), which sets require_backward_grad_sync to False. A rank whose loss uses no parameter
-    at all, or that has no batch, calls finish_grad_sync() instead of backward(), and takes the
-    optimizer's step, too. A parameter that no rank's loss uses gets a zero gradient instead of
+    at all calls finish_grad_sync() instead of backward(). One that has no batch calls
+    sync_without_batch() instead of both passes. Both take the optimizer's step, too. A parameter that no rank's loss uses gets a zero gradient instead of
     None, so weight decay and momentum still change it.
 
     Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
@@ -463,8 +463,9 @@ class DistributedDataParallel(nn.Module):
             all_reduce(counted, group=group)
             loss = F.cross_entropy(logits, target, reduction="sum") / counted
 
-        Then call zero_grad() after each step. A .grad that holds the sum of a former step has it
-        on all ranks, and the next backward() would add it up P times. (A mean stays as it is.)
+        Then call zero_grad() after each step, and use no_sync() for all backwards of a step but
+        the last. A .grad that holds the sum of an earlier backward has it on all ranks, and the
+        next one would add it up P times. (A mean stays as it is.)
     wait_in_backward: if False, backward() starts reductions and finish_grad_sync() waits for them.
     groups: {parameter: group} for parameters that only a subset of process_group replicates, such
         as those of an expert (expert_parallel.py). The divisor is the same for all parameters.
@@ -521,7 +522,6 @@ class DistributedDataParallel(nn.Module):
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self._dtypes = {p: grad_dtype(p) for p in parameters}
         self._expects_backward = False  # from a forward() in grad mode to finish_grad_sync()
-        self._left_by_round = None  # versions() of the gradients when the last round ended
         for parameter in parameters:  # they may outlive the wrapper, and must not keep its buckets
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
@@ -573,43 +573,33 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        """End the round of reductions, or run a whole one if this rank's peers still need it.
+        """End the round of reductions, or run one if the last forward has had none.
 
         a round is under way                  end it. backward() calls this function at its end
-        none since this rank's last forward   run one: its loss used no parameter
-        gradients have been cleared           run one, and broadcast buffers: it has had no batch
+        none since this rank's last forward   run one: its loss used no parameter, or all its
+                                              backwards were in no_sync()
         otherwise                             do nothing: backward has ended the round
-
-        A rank without a batch and one whose backward has ended the round have both run nothing
-        since. But the first one has called zero_grad() for the new step. So its gradients are None
-        or zero, and no round has left them so, as one does if no rank has a target that counts.
-        Once its backward has ended the round, a rank may thus call this function again before its
-        next zero_grad(), but not after it.
-
-        The wrapper of zero.py raises an error if gradients have been cleared: its ranks need each
-        other's shards, so each has to run every pass.
         """
-        is_under_way = not self.reducer.is_idle
-        if not (is_under_way or self._expects_backward):
-            if not self._gradients_are_cleared():
-                return
-            self._broadcast_buffers()  # the other ranks do so in forward()
-        if not is_under_way:  # no gradient was computed outside no_sync()
+        if not self.reducer.is_idle or self._expects_backward:
+            self._finish()
+
+    @torch.no_grad()
+    def sync_without_batch(self):
+        """Take this rank's part in a step for which it has no batch, in place of both passes.
+
+        Its gradients count as they are, so as zero if they have been cleared. A sharded module
+        cannot do so: its ranks need each other's shards, so each has to run every pass.
+        """
+        self._check_idle()
+        self._broadcast_buffers()  # the other ranks do so in forward()
+        self._finish()
+
+    def _finish(self):
+        if self.reducer.is_idle:
             self._start()
         self._expects_backward = False
         self._replicated.may_differ = True  # a forward has changed them, here or on other ranks
         self.reducer.finish()
-        self._left_by_round = versions(self._gradients())
-
-    def _gradients(self):
-        return [p.grad for p in self._bucket_of if p.grad is not None]
-
-    def _gradients_are_cleared(self):
-        """Return whether all gradients are None or zero, and no round has left them as they are."""
-        gradients = self._gradients()
-        if gradients and versions(gradients) == self._left_by_round:
-            return False
-        return not any(gradient.any() for gradient in gradients)
 
     def _start(self, awaited=()):
         """Start a round. Raise RuntimeError if the module's parameters have changed."""
@@ -627,15 +617,11 @@ class DistributedDataParallel(nn.Module):
 
     def _broadcast_buffers(self):
         if self.broadcast_buffers:
+            self._check_idle()  # or ranks might begin this and their last sums in unlike orders
             self._replicated.broadcast()
 
     def __getstate__(self):
         raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
-
-
-def versions(tensors):
-    """Return a list that changes when one of the tensors is replaced or changed in place."""
-    return [(id(tensor), tensor._version) for tensor in tensors]
 
 
 # Differences from PyTorch's class:
@@ -648,6 +634,8 @@ def versions(tensors):
 # - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
 #   rebuild them after the first backward pass in the order in which gradients became ready. All
 #   have one size; PyTorch's first has 1 MiB.
+# - Unused parameters are found when backward ends, not before it begins. So the sums of their bucket
+#   and of all later ones wait until then.
 # - A second backward() of one forward, with retain_graph=True, reduces gradients again.
 # - The parameters that are trained are on one device. PyTorch takes a module on several, for which
 #   autograd has a thread each: there a Reducer needs a lock.

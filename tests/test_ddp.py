@@ -271,7 +271,7 @@ def outside_of_backward(model, parts):
 
 def waited_for_by_the_caller(model, parts):
     model.wait_in_backward = False
-    model.finish_grad_sync()  # reduces zeros, because there are no gradients
+    model.sync_without_batch()  # reduces zeros, because there are no gradients
     under_no_sync(model, parts)
     with count_bytes() as traffic:
         model.finish_grad_sync()
@@ -570,7 +570,7 @@ def test_a_round_that_the_caller_began_outlasts_backwards_also_after_one_that_en
 
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_rank_without_a_batch_calls_finish_grad_sync(set_to_none):
+def test_a_rank_without_a_batch_calls_sync_without_batch(set_to_none):
     net = make_net()
     model = DistributedDataParallel(net, bucket_cap_mb=3e-3)
     for step, users in enumerate([{1}, {0, 1}, {0}, set()]):
@@ -580,24 +580,29 @@ def test_a_rank_without_a_batch_calls_finish_grad_sync(set_to_none):
         if dist.get_rank() in users:
             mean_square(model, make_data(3, 10 * step + dist.get_rank())).backward()
         else:
-            model.finish_grad_sync()
+            model.sync_without_batch()
         assert_close(whole_gradients(net), gradients_alone(net, loss))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("as_views", [True, False])
-def test_zeros_that_a_round_has_left_do_not_begin_another_one_before_they_are_zeroed(as_views):
-    """No rank has a target that counts, and rank 1 has no batch. Then rank 1 has one again."""
+def test_neither_gradients_nor_their_zeros_decide_whether_a_rank_takes_part():
+    """Rank 1 has gradients of the step before and no batch, then a loss that counts nothing."""
     rank = dist.get_rank()
-    model = DistributedDataParallel(nn.Linear(3, 2), gradient_as_bucket_view=as_views)
-    for step in range(2):
-        model.zero_grad(set_to_none=step == 0)
-        with reductions() as calls:
-            if rank == step:
-                (0 * model(torch.ones(1, 3)).sum()).backward()
-            for _ in range(2):
-                model.finish_grad_sync()  # ends the round here, or runs one for rank 1 - step
-        assert len(calls) == 1
+    model = DistributedDataParallel(nn.Linear(3, 2), gradient_divide_factor=1)
+    model(torch.ones(1, 3)).sum().backward()
+    with reductions() as calls:
+        if rank == 0:
+            model(torch.ones(1, 3)).sum().backward()
+        else:
+            model.sync_without_batch()
+        model.finish_grad_sync()  # does nothing, as the round has ended
+    assert len(calls) == 1 and model.module.bias.grad.eq(5).all()  # of 2, which rank 0 adds 1 to
+    model.zero_grad()
+    with reductions() as calls:
+        (0 * model(torch.ones(1, 3)).sum()).backward()
+        model.zero_grad()
+        model.finish_grad_sync()
+    assert len(calls) == 1
 
 
 @on_ranks(2)
@@ -986,7 +991,7 @@ def test_unsupported_uses_of_the_wrapper_are_rejected():
         (lambda: mean_square(model, x).backward(create_graph=True), "create_graph=True are not"),
         (lambda: twice(x).sum().backward(), r"a second gradient of \(7.*: two in one backward"),
         (lambda: again(1 * z).sum().backward(), r"a second gradient of \(7.*: two in one backward"),
-        (lambda: [mean_square(late, x).backward() for _ in "12"], "or no finish_grad_sync"),
+        (lambda: [mean_square(late, x).backward() for _ in "12"], r"call finish_grad_sync\(\) first"),
         (lambda: DistributedDataParallel(apart), r"on \['cpu', 'meta'\]: put them on one device"),
         (lambda: mean_square(frozen, x).backward(), "'head.bias' was frozen, thawed"),
         (lambda: mean_square(thawed, x).backward(), "'blocks.1.up.weight' was frozen"),
