@@ -443,8 +443,9 @@ class DistributedDataParallel(nn.Module):
     backward() that computes the gradient of any parameter also reduces all gradients, except inside
     no_sync(), which sets require_backward_grad_sync to False. A rank whose loss uses no parameter
     at all calls finish_grad_sync() instead of backward(). One that has no batch calls
-    sync_without_batch() instead of both passes. Both take the optimizer's step, too. A parameter that no rank's loss uses gets a zero gradient instead of
-    None, so weight decay and momentum still change it.
+    sync_without_batch() instead of both passes. Both take the optimizer's step, too. A parameter
+    that no rank's loss uses gets a zero gradient instead of None, so weight decay and momentum
+    still change it.
 
     Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
     this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
@@ -634,8 +635,8 @@ class DistributedDataParallel(nn.Module):
 # - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
 #   rebuild them after the first backward pass in the order in which gradients became ready. All
 #   have one size; PyTorch's first has 1 MiB.
-# - Unused parameters are found when backward ends, not before it begins. So the sums of their bucket
-#   and of all later ones wait until then.
+# - Unused parameters are found when backward ends, not before it begins. So the sums of their
+#   bucket and of all later ones wait until then.
 # - A second backward() of one forward, with retain_graph=True, reduces gradients again.
 # - The parameters that are trained are on one device. PyTorch takes a module on several, for which
 #   autograd has a thread each: there a Reducer needs a lock.

@@ -63,7 +63,8 @@ def switch(x, experts, compute, group=None):
     x: (N, D), this rank's tokens, whose sequences are flattened.
     experts: (N,), the expert of each token. Expert i is on rank i.
     compute: this rank's expert, (M, D) -> (M, D). It keeps the order of rows, and M may be 0.
-    All ranks must call switch() and run its backward, also one without tokens, or others wait.
+    All ranks must call switch() and run its backward, also one without tokens, or others wait. So x
+    needs a gradient on all ranks or on none.
     Types (see "derivatives" in collectives.py): x and what compute() uses are V, tensors of this
     rank's own, and so is the result: V -> V.
     """
@@ -92,6 +93,7 @@ def switch_layer(x, router, compute, group=None):
 
     router: (P, D), for one expert on each rank, and equal on all ranks. The choice has no gradient,
         so the router learns through the probability alone.
+    compute: see switch(). Seed the ranks differently for it, or all experts would be equal.
 
     Each rank runs backward from the loss of its own tokens. The gradient of its copy of the router
     then covers these tokens only, so the caller must sum it over the group. Its expert has computed
@@ -110,7 +112,8 @@ def switch_layer(x, router, compute, group=None):
 # This is expert parallelism: a router's choice, and two all-to-alls around the experts. What
 # follows sends a token to k experts, of which a rank has several. plain_dispatch() does so in the
 # shortest way, and PlainMoE is a layer around it. A reader who wants the technique alone may stop
-# after these. The rest:
+# after these. MoE is the class to use. It does what PlainMoE does, and the sections after it have
+# what it adds:
 #
 #     the router             how it chooses, and what keeps it balanced
 #     its losses             two losses whose gradients backward adds, and a tally of the choices
@@ -118,11 +121,10 @@ def switch_layer(x, router, compute, group=None):
 #     dispatch and combine   what plain_dispatch() does, with less memory and one wait
 #     rows under way         tokens divided into parts, of which some travel while others compute
 #     two hops               a way in which a token crosses to each node only once
-#     the layer              MoE, the class to use, which puts all of this together
 #
 # Types in docstrings: V is a tensor of this rank's own, and so is its gradient. I is equal on all
 # ranks, and so is its gradient. R is equal, too, but a rank's gradient is a part, and the parts are
-# to be summed. P is a part itself, of a sum over the ranks.
+# to be summed. "-> P" is a part of a sum over the ranks; elsewhere P is their number.
 
 # ---- k experts per token -------------------------------------------------------------------------
 #
@@ -201,6 +203,96 @@ class PlainMoE(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         num_experts = self.router.out_features
         return plain_dispatch(x, experts, weights, num_experts, self.experts, self.group)
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+class MoE(nn.Module):
+    """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
+
+    The experts:
+        hidden, ffn_hidden, num_experts, top_k: D, the width of an expert, E and k.
+        activation, gated: see Experts. The activation must not have parameters.
+        shared_experts: the number of experts that every token uses in addition.
+    The router:
+        router: further arguments of Router.
+        capacity_factor: limits the tokens of an expert, see within_capacity(). None for no limit.
+        balance_coefficient, z_coefficient, loss_scale, balance_groups: see RouterLosses.
+    The ranks:
+        group: the ranks over which the experts are spread.
+        tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dim 0, and
+            the results are gathered. With None, every rank has tokens of its own.
+        nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
+        parts: the number of parts in which tokens travel, see "rows under way".
+
+    Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
+    router are equal, and no two experts are: each rank draws all of them and keeps its own.
+
+    Padding is routed, counted and takes room like any token; leave it out of x if it should not.
+
+    The attribute `losses` is the layer's RouterLosses. The attribute hand_over is None, or a
+    function to call while rows travel, so that something else can compute meanwhile. If `pipeline`
+    is a Pipeline with pairs (pipeline.py), set layer.hand_over = pipeline.turns.hand_over. All
+    ranks of `group` must have the same parts, and a hand_over that posts the same messages, if any.
+
+    In 16 bits and under autocast, the router's weights and the sums of the k results are rounded to
+    16 bits. In bf16 with k = 8, y errs by 0.3 to 0.4% for this reason. With sums in fp32 it would
+    err by 0.2%, but these need N k rows in fp32.
+
+    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
+    router and of the shared experts are R: the gradients of their copies must be summed.
+
+    Raises ValueError if P does not divide num_experts, or if capacity_factor is not positive.
+    """
+
+    def __init__(
+        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None, *,
+        nodes=None, parts=1, activation=None, gated=False, shared_experts=0, capacity_factor=None,
+        balance_coefficient=0.0, z_coefficient=0.0, loss_scale=1.0, balance_groups=(), **router,
+    ):
+        super().__init__()
+        rank, world_size = rank_and_size(group)
+        if num_experts % world_size:
+            raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"{capacity_factor=} leaves no room for a token")
+        self.num_experts, self.capacity_factor = num_experts, capacity_factor
+        self.group, self.tp_group, self.nodes = group, tp_group, nodes
+        self.parts = parts
+        self.hand_over = None
+        self.router = Router(hidden, num_experts, top_k, **router)
+        self.losses = RouterLosses(
+            num_experts, top_k, balance_coefficient, z_coefficient, loss_scale, balance_groups
+        )
+        num_local = num_experts // world_size
+        own = range(rank * num_local, (rank + 1) * num_local)
+        self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
+        self.shared = None
+        if shared_experts:
+            width = shared_experts * ffn_hidden
+            up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
+            down = nn.Linear(width, hidden, bias=False)
+            self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
+
+    def forward(self, x):
+        if self.tp_group is not None:
+            x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
+        tokens = x.reshape(-1, x.shape[-1])  # (N, D)
+        routing = self.router(tokens)
+        # small messages go first, since they would wait for long ones if a group carries both
+        loads = self.losses.loads(routing.experts)
+        experts = within_capacity(routing.experts, self.num_experts, self.capacity_factor)
+        # under autocast the elements of rows have 16 bits, which halves the messages
+        args = autocasted(tokens), experts, routing.weights, self.num_experts, self.experts
+        if self.nodes:
+            y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
+        else:
+            y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
+        y = self.losses.attach(y, routing, experts, loads).view(x.shape)
+        if self.tp_group is None:
+            return y
+        return gather_from_group(y, 0, self.tp_group)
 
 
 # ---- the router, and what keeps it balanced ------------------------------------------------------
@@ -940,96 +1032,6 @@ def two_hops(
         return dispatch_and_combine(*args, parts=parts, hand_over=hand_over)
 
     return carry(plan, x, in_node, shared=shared, others=(experts, weights))
-
-
-# ---- the layer -----------------------------------------------------------------------------------
-
-
-class MoE(nn.Module):
-    """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
-
-    The experts:
-        hidden, ffn_hidden, num_experts, top_k: D, the width of an expert, E and k.
-        activation, gated: see Experts. The activation must not have parameters.
-        shared_experts: the number of experts that every token uses in addition.
-    The router:
-        router: further arguments of Router.
-        capacity_factor: limits the tokens of an expert, see within_capacity(). None for no limit.
-        balance_coefficient, z_coefficient, loss_scale, balance_groups: see RouterLosses.
-    The ranks:
-        group: the ranks over which the experts are spread.
-        tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dim 0, and
-            the results are gathered. With None, every rank has tokens of its own.
-        nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
-        parts: the number of parts in which tokens travel, see "rows under way".
-
-    Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
-    router are equal, and no two experts are: each rank draws all of them and keeps its own.
-
-    Padding is routed, counted and takes room like any token; leave it out of x if it should not.
-
-    The attribute `losses` is the layer's RouterLosses. The attribute hand_over is None, or a
-    function to call while rows travel, so that something else can compute meanwhile. If `pipeline`
-    is a Pipeline with pairs (pipeline.py), set layer.hand_over = pipeline.turns.hand_over. All
-    ranks of `group` must have the same parts, and a hand_over that posts the same messages, if any.
-
-    In 16 bits and under autocast, the router's weights and the sums of the k results are rounded to
-    16 bits. In bf16 with k = 8, y errs by 0.3 to 0.4% for this reason. With sums in fp32 it would
-    err by 0.2%, but these need N k rows in fp32.
-
-    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
-    router and of the shared experts are R: the gradients of their copies must be summed.
-
-    Raises ValueError if P does not divide num_experts, or if capacity_factor is not positive.
-    """
-
-    def __init__(
-        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None, *,
-        nodes=None, parts=1, activation=None, gated=False, shared_experts=0, capacity_factor=None,
-        balance_coefficient=0.0, z_coefficient=0.0, loss_scale=1.0, balance_groups=(), **router,
-    ):
-        super().__init__()
-        rank, world_size = rank_and_size(group)
-        if num_experts % world_size:
-            raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"{capacity_factor=} leaves no room for a token")
-        self.num_experts, self.capacity_factor = num_experts, capacity_factor
-        self.group, self.tp_group, self.nodes = group, tp_group, nodes
-        self.parts = parts
-        self.hand_over = None
-        self.router = Router(hidden, num_experts, top_k, **router)
-        self.losses = RouterLosses(
-            num_experts, top_k, balance_coefficient, z_coefficient, loss_scale, balance_groups
-        )
-        num_local = num_experts // world_size
-        own = range(rank * num_local, (rank + 1) * num_local)
-        self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
-        self.shared = None
-        if shared_experts:
-            width = shared_experts * ffn_hidden
-            up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
-            down = nn.Linear(width, hidden, bias=False)
-            self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
-
-    def forward(self, x):
-        if self.tp_group is not None:
-            x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
-        tokens = x.reshape(-1, x.shape[-1])  # (N, D)
-        routing = self.router(tokens)
-        # small messages go first, since they would wait for long ones if a group carries both
-        loads = self.losses.loads(routing.experts)
-        experts = within_capacity(routing.experts, self.num_experts, self.capacity_factor)
-        # under autocast the elements of rows have 16 bits, which halves the messages
-        args = autocasted(tokens), experts, routing.weights, self.num_experts, self.experts
-        if self.nodes:
-            y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
-        else:
-            y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
-        y = self.losses.attach(y, routing, experts, loads).view(x.shape)
-        if self.tp_group is None:
-            return y
-        return gather_from_group(y, 0, self.tp_group)
 
 
 # ---- cost, and a demonstration -------------------------------------------------------------------

@@ -69,8 +69,8 @@ def sequence_parallel_block(x, norm, inner, group=None, p=0.0):
         term of the result.
     norm: a module. The gradients of its parameters cover this rank's tokens only, and must still be
         summed over the group.
-    p: the probability of dropout. Ranks drop elements of different tokens, so seed their generators
-        differently.
+    p: the probability of dropout, 0 in evaluation. Ranks drop elements of different tokens, so seed
+        their generators differently.
     Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep only
     norm(x), and gather it again in backward.
     """

@@ -30,7 +30,7 @@ No other rank has A_r and C_r, and after backward rank r has their whole gradien
 summed over ranks, and each rank's optimizer updates its own part. All ranks have copies of a
 parameter that is not split. Their gradients are equal, so copies that begin equal stay equal. On a
 GPU their last bits may come to differ, since some kernels add in no fixed order. Dropout outside
-of f and g must draw the same random numbers on all ranks.
+of f and g must draw the same random numbers on all ranks, as long as X and Z are not split.
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence. Then f is an
 all-gather, whose backward is a reduce-scatter, and g is the reverse.
@@ -38,10 +38,10 @@ all-gather, whose backward is a reduce-scatter, and g is the reverse.
 A rank holds   1/P of each split matrix, its gradient, its optimizer states, the activations between
                f and g (U, Y, q, k, v) and the logits; all of each other parameter (norms,
                row-parallel biases, embedding of positions), and of X and Z unless these are split
-It sends       8 B T D (P-1)/P elements per transformer layer in forward and backward, in 4
-               all-reduces (2 of f, 2 of g), for B sequences of T tokens of width D. The embedding
-               and the product that gives the logits add an all-reduce each, and the loss reduces
-               3 B T numbers. For sequence parallelism, see its file
+It sends       8 B T D (P-1)/P elements per transformer layer in forward and backward: 4 all-reduces
+               (2 of f, 2 of g) of B sequences of T tokens of width D, each of which sends 2 (P-1)/P
+               of its tensor. The embedding and the product that gives the logits add an all-reduce
+               each, and the loss reduces 3 B T numbers. For sequence parallelism, see its file
 Overlap        on the upper floor, backward computes dW while dX is summed. With sequence
                parallelism a large forward product, or dX of a row-parallel layer, runs chunk by
                chunk while other chunks travel
@@ -165,7 +165,7 @@ def split_embedding(tokens, weight, group=None):
     """
     rank, _ = rank_and_size(group)
     local, is_here = own_part(tokens, rank * len(weight), len(weight))
-    rows = F.embedding(local, weight) * is_here.unsqueeze(-1)
+    rows = F.embedding(local, weight).masked_fill(~is_here.unsqueeze(-1), 0)
     return reduce_from_group(rows, group)
 
 
@@ -189,7 +189,7 @@ def split_cross_entropy(logits, target, group=None):
     normalizer = reduce_from_group(logits.exp().sum(1), group)
     width = logits.size(1)
     local, is_here = own_part(target, rank * width, width)
-    of_target = logits.gather(1, local.unsqueeze(1)).squeeze(1) * is_here
+    of_target = logits.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~is_here, 0)
     losses = normalizer.log() - reduce_from_group(of_target, group)
     return losses.masked_fill((target < 0) | (target >= P * width), math.nan)
 
@@ -221,7 +221,7 @@ def split_cross_entropy(logits, target, group=None):
 # every rank:
 #
 #     x = embedding(tokens)  # (T/P, B, D), this rank's chunk
-#     own_positions = torch.arange(T).chunk(P)[rank]
+#     own_positions = torch.arange(T, device=tokens.device).chunk(P)[rank]
 #     x = x + positions(own_positions).unsqueeze(1)
 #     for layer in layers:
 #         x = x + layer.attention(layer.norm_1(x))  # attention sees all T positions
@@ -754,7 +754,7 @@ def parameters_to_sum_over_tp(model):
 
 @torch.no_grad()
 def sum_gradients_over_tp(parameters, group=None, check=True):
-    """After backward, sum the parameters' gradients over the group in a single all-reduce.
+    """Once per step, after its backwards, sum gradients over the group in a single all-reduce.
 
     parameters: from parameters_to_sum_over_tp(). A gradient that is None counts as zero.
     check: whether to raise ValueError on all ranks if the sum would mix unlike parts, since a
@@ -784,8 +784,8 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
     """Raise ValueError on all ranks if copies of a parameter have different gradients. Collective.
 
     Such copies drift apart. Every parameter that no Shard splits over the group is a copy. Kernels
-    may round differently, so gradients differ if one is further from their mean than `tolerance`
-    times the mean's norm, and than the eps of the parameter's dtype, which is 0.008 for bf16.
+    may round differently, so gradients differ only if one's distance from their mean, divided by
+    the mean's norm, exceeds `tolerance` and the eps of the parameter's dtype, 0.008 for bf16.
 
     Return whether all gradients are finite, since others count as equal: in fp16 the first steps
     may overflow. Each mean takes an all-reduce, so call this after the sums of a step until it

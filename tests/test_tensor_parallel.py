@@ -1,6 +1,7 @@
 """Tensor parallelism gives plain torch.nn's outputs and gradients; bytes and masks are checked."""
 
 import copy
+import math
 import random
 import re
 from contextlib import contextmanager, nullcontext
@@ -31,7 +32,7 @@ from tensor_parallel import (
     ShardedRandomState, VocabParallelEmbedding, alexnet_bytes, attention,
     check_gradients_over_tp, column_linear, column_parallel_linear, mark_sum_over_tp,
     parameters_to_sum_over_tp, row_linear, row_parallel_linear, set_shard, shards_of,
-    split_cross_entropy, sum_gradients_over_tp,
+    split_cross_entropy, split_embedding, sum_gradients_over_tp,
     tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
@@ -1137,3 +1138,17 @@ def test_errors_name_sizes_that_cannot_be_split():
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+@on_ranks(2)
+def test_the_plain_vocabulary_ignores_what_is_not_finite_in_a_row_that_no_token_has():
+    """Tokens of the other rank look row 0 up, which may overflow, or is a logit that is masked."""
+    rank, group = dist.get_rank(), None
+    table = torch.ones(4, 3)
+    table[[0, 2]] = torch.inf
+    x = split_embedding(torch.tensor([1, 3]), table.chunk(2)[rank], group)
+    assert x.eq(1).all()
+    logits = torch.zeros(2, 4)
+    logits[:, [0, 2]] = -torch.inf
+    losses = split_cross_entropy(logits.chunk(2, 1)[rank], torch.tensor([1, 3]), group)
+    torch.testing.assert_close(losses, torch.full((2,), math.log(2)))
