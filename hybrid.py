@@ -234,8 +234,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
         for tokens in batches:  # the same on all ranks
             loss = plain_step(stage, optimizer, tokens, microbatches=4, groups=groups)
 
-    tests/tools/plain_train.py trains with it. dp divides the B sequences without a remainder, and
-    microbatches those of a dp rank. All loss terms are divided by the number of tokens in the whole
+    tests/tools/plain_train.py trains with it. dp divides the B sequences without a remainder;
+    microbatches may be unequal. All loss terms are divided by the number of tokens in the whole
     batch, so gradients are summed: over microbatches by autograd, and over dp by an all-reduce.
     Each rank then updates its own weights, for which AdamW needs nothing from other ranks.
 
@@ -303,8 +303,9 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #          If a norm has weights, each rank of tp uses them for its tokens only, so tp sums their
 #          gradients, too.
 #
-# ep       one expert on each dp rank: in a layer of plain_weights(), up and down are its own, and a
-#          router, (dp, D), is equal on all ranks. PlainLayer also gets the dp_group
+# ep       one expert on each dp rank, which tp splits here: in a layer of plain_weights(), up and
+#          down are its own, and a router, (dp, D), is equal on all ranks. PlainLayer also gets the
+#          dp_group
 #          -  return x + split_mlp(plain_norm(x), self.up, self.down, self.tp_group)
 #          +  expert = lambda rows: split_mlp(rows, self.up, self.down, self.tp_group)
 #          +  y = switch_layer(plain_norm(x).flatten(0, 1), self.router, expert, self.dp_group)
@@ -330,7 +331,7 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 # Where two of them meet:
 #
 # sp, vocabulary     column_linear() of the head gathers x, so gather_from_group() is left out
-# sp, ep             do not combine: tp's ranks share an expert, and would send it unlike tokens
+# sp, ep             do not combine here: tp's ranks share an expert, and send it unlike tokens
 # cp, ep             experts' gradients are summed over cp alone
 # ZeRO-1, cp         all gradients but that of `positions` are summed over cp before sharded_step()
 # ZeRO-1, ep         sharded_step() gets all parameters but experts', whose gradients are divided
@@ -1065,7 +1066,8 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
         their weights' gradients there in backward, and the schedule says when to compute them.
     """
 
-    def attention_over_cp(q, k, v, dropout):  # dropout is 0, as check() excludes it with cp
+    def attention_over_cp(q, k, v, p):
+        assert p == 0, "attention over cp has no dropout"
         return CP_METHODS[args.cp_method](q, k, v, mesh.cp_group)
 
     parallel = Parallel(

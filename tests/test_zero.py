@@ -365,6 +365,18 @@ def test_the_short_form_of_stage_2_frees_the_gradients_of_a_unit_before_the_next
     assert_close(net.state_dict(), alone.state_dict(), 1e-5)
 
 
+@on_ranks(2)
+def test_the_straight_path_of_stage_3_refuses_a_block_that_a_checkpoint_runs_again():
+    """Its weights would stay after backward."""
+    net = stack()
+    zero.StoredSequence(net.blocks)
+    y = torch.ones(2, 96, requires_grad=True)
+    for block in net.blocks:
+        y = checkpoint(block, y, use_reentrant=False)
+    with pytest.raises(AssertionError, match="before finish"):
+        y.sum().backward()
+
+
 @on_ranks(1, 3)
 def test_the_straight_path_of_stage_3_trains_as_one_process_and_holds_two_units_at_a_time():
     (rank, P), net, alone = rank_and_size(), stack(), stack()
