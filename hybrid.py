@@ -1693,7 +1693,10 @@ def learning_rate(step, args):
 
 
 def evaluate(trainer, data, batches=8):
-    """Return the mean loss per token of `batches` validation batches, which are always the same."""
+    """Return the mean loss per token of `batches` validation batches.
+
+    They are the same at every step, and in every run with this batch size and seed.
+    """
     total = 0.0
     for index in range(batches):
         batch = trainer.batch_of(data, index, "validation")
@@ -1747,7 +1750,7 @@ def read_data(args):
     Raises TrainingError with status 2 if the data cannot be read, differ between ranks, or have a
     token outside the vocabulary. With different data, such as the standard libraries of two Python
     versions, a pipeline's last stage would have targets that do not belong to the first stage's
-    inputs. So each rank reads all tokens once, which takes minutes per TB, and a rank whose disk is
+    inputs. So each rank reads all tokens twice, which takes minutes per TB, and a rank whose disk is
     slower may be late by --timeout at most.
     """
     source = f"--data {args.data or '(default)'}: "
@@ -2605,8 +2608,8 @@ class Log:
     """Reports progress on rank 0's output and in the --metrics file. Creation is collective.
 
     Memory is that of rank 0, tflops and mfu are those of a device, and all other numbers are those
-    of the whole run. A run that is resumed appends to the file. If it has taken a step before, the
-    file has two lines of this step, of which the last counts.
+    of the whole run. Each start appends the flags to the file, and its steps. A step that a run has
+    taken twice has two lines, of which the last counts. tokens_seen assumes one batch size.
     """
 
     def __init__(self, trainer):
@@ -2617,8 +2620,7 @@ class Log:
         self.began = time.perf_counter()
         self.first_step = trainer.steps_done + 1
         path = args.metrics if self.speaks and args.metrics else os.devnull
-        mode = "a" if trainer.steps_done else "w"
-        self.file = on_all_ranks(open, path, mode, prefix=f"--metrics {args.metrics}: ")
+        self.file = on_all_ranks(open, path, "a", prefix=f"--metrics {args.metrics}: ")
         self.write({"flags": flags_of(args)})
         for line in describe(trainer):
             self.say(line)
@@ -3066,7 +3068,8 @@ def flags_of(args):
 #     any other error                one rank raises it             one traceback, status 1
 #
 # After a restart, a step that was not finite is so again, as it has the same weights and the same
-# batch, unless --seed changes the batch.
+# batch, unless --seed changes the batch. A launcher that sends SIGTERM also sends SIGKILL later,
+# torchrun by default after 30 seconds. If the step and the save take longer, they are lost.
 
 # Variables that main() sets unless they are set already. CUDA and NCCL read them when they start.
 ENVIRONMENT = {
@@ -3093,12 +3096,14 @@ def main(argv=None, work=train):
         barrier()  # no rank may close connections that another still uses
     except Exception as error:
         # Other ranks fail because this one does, or this one because another has failed. They may
-        # be waiting, or gone, so it says nothing to them.
-        if not is_first_to_fail(store):
-            return 1
-        if not is_lost_connection(error):
+        # be waiting, or gone, so it says nothing to them. A cause is told even if others have lost
+        # this rank before.
+        is_first = is_first_with(store, "failure")
+        if is_lost_connection(error):
+            if is_first:
+                say(f"error: rank {dist.get_rank()}: {first_line(error)}")
+        elif is_first_with(store, "cause"):
             raise
-        say(f"error: rank {dist.get_rank()}: {first_line(error)}")
         return 1
     dist.destroy_process_group()
     return status
@@ -3220,10 +3225,10 @@ def choose_device(args, local_rank=0, per_node=1):
     return device
 
 
-def is_first_to_fail(store):
-    """Return whether no rank has asked this before."""
+def is_first_with(store, what):
+    """Return whether no rank has asked this before about `what`."""
     try:
-        return store.add("failed", 1) == 1
+        return store.add(what, 1) == 1
     except RuntimeError:  # the store's process, which is torchrun's or rank 0's, has died
         return True
 

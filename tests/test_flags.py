@@ -12,6 +12,7 @@ import re
 import signal
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
+from datetime import timedelta
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
@@ -606,6 +607,23 @@ def test_an_error_of_one_rank_is_its_traceback_and_what_follows_on_others_is_not
     *others, faulty = spawn(3, _main, tmp_path, [""] * 3, _fail_on_rank_2, check=False)
     assert "IndexError: a fault of the program" in faulty.error_text
     assert [outcome.result for outcome in others] == [(1, ""), (1, "")]
+
+
+def _fail_after_it_is_lost(args, device):
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        say = hybrid.say
+        hybrid.say = lambda line: (say(line), store.set("rank 0", line))
+        hybrid.barrier(dist.new_group(timeout=timedelta(seconds=1)))
+    dist.new_group()
+    store.get("rank 0")  # it has waited in vain and said so
+    raise OSError("the cause")
+
+
+def test_the_cause_is_told_even_if_another_rank_has_lost_this_one_before(tmp_path):
+    other, faulty = spawn(2, _main, tmp_path, [""] * 2, _fail_after_it_is_lost, check=False)
+    assert other.result[0] == 1 and ": error: rank 0: " in other.result[1]
+    assert "OSError: the cause" in faulty.error_text
 
 
 def _die_on_rank_2(args, device):
