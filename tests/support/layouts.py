@@ -374,6 +374,7 @@ def train_on_text(flags, folder, batches=3):
     if dist.get_rank() == 0:
         tokens = np.random.default_rng(shifted(1)).integers(1, V, 10 * (batches * BATCH * T + 40))
         text.write_bytes(bytes(tokens.astype(np.uint8)))
+        metrics.unlink(missing_ok=True)  # of another run
     dist.barrier()
     files = f"--data {quoted(text)} --metrics {quoted(metrics)}"
     words = shlex.split(f"{FLAGS} --sample 0 {files} {flags}")
