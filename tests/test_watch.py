@@ -40,7 +40,7 @@ def test_validation_between_steps_changes_no_bit_of_the_training(line, tmp_path)
     flags += " --steps 3" + (" --dropout 0.1" if "--cp" not in flags else "")
     for more in ("", " --eval-every 1"):
         with redirect_stdout(io.StringIO()):
-            lines = train_on_text(flags + more, tmp_path)
+            lines = train_on_text(flags + more, tmp_path / str(len(numbers)))
         numbers[more] = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
     if dist.get_rank() == 0:
         assert sum("validation_loss" in line for line in lines) == 3
@@ -368,10 +368,14 @@ def test_the_next_batch_is_made_during_a_step(tmp_path):
 
 
 @on_ranks(1)
-def test_a_resumed_run_appends_to_its_metrics(tmp_path):
+def test_every_run_appends_to_its_metrics(tmp_path):
+    """One that begins anew, too, so that a mistyped folder of checkpoints deletes none."""
     flags = f"--checkpoint {quoted(tmp_path / 'checkpoints')} --eval-every 1"
     lines = train_on_text(f"{flags} --steps 2", tmp_path)
     assert [line.get("step") for line in lines] == [None, 1, 1, 2, 2]
     lines = train_on_text(f"{flags} --steps 3", tmp_path)
     assert [line.get("step") for line in lines] == [None, 1, 1, 2, 2, None, 3, 3]
     assert lines[5]["flags"]["steps"] == 3
+    other = f"--checkpoint {quoted(tmp_path / 'typo')} --steps 1"
+    lines = train_on_text(other, tmp_path)[8:]
+    assert [line.get("step") for line in lines] == [None, 1, 1]

@@ -370,11 +370,11 @@ def assert_llama_trains(world_size, flags, name):
 def train_on_text(flags, folder, batches=3):
     """Train on a text with enough tokens for `batches` batches; return rank 0's metrics."""
     torch.set_default_dtype(torch.float64)
+    folder.mkdir(exist_ok=True)
     text, metrics = folder / "text", folder / "metrics"
     if dist.get_rank() == 0:
         tokens = np.random.default_rng(shifted(1)).integers(1, V, 10 * (batches * BATCH * T + 40))
         text.write_bytes(bytes(tokens.astype(np.uint8)))
-        metrics.unlink(missing_ok=True)  # of another run
     dist.barrier()
     files = f"--data {quoted(text)} --metrics {quoted(metrics)}"
     words = shlex.split(f"{FLAGS} --sample 0 {files} {flags}")
