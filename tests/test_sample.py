@@ -242,7 +242,7 @@ def test_every_validation_ends_with_a_sample_and_the_metrics_have_it(tmp_path):
     assert {len(line["sample"]) for line in samples} == {30}  # tokens below 67 are ASCII
     text = "1+2" + samples[1]["sample"]
     assert printed.endswith(f"after step 2\nsample after step 2:\n{text}\n")
-    assert run(1, _output, "--sample 0", tmp_path / "other")[0][0] == []
+    assert run(1, _output, "--sample 0", tmp_path)[0][0] == []
 
 
 def test_text_has_a_sample_by_default_and_bin_data_only_if_a_flag_asks_for_one():

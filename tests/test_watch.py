@@ -2,6 +2,7 @@
 
 import gc
 import io
+import json
 import math
 import threading
 from contextlib import redirect_stdout
@@ -40,7 +41,7 @@ def test_validation_between_steps_changes_no_bit_of_the_training(line, tmp_path)
     flags += " --steps 3" + (" --dropout 0.1" if "--cp" not in flags else "")
     for more in ("", " --eval-every 1"):
         with redirect_stdout(io.StringIO()):
-            lines = train_on_text(flags + more, tmp_path / str(len(numbers)))
+            lines = train_on_text(flags + more, tmp_path)
         numbers[more] = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
     if dist.get_rank() == 0:
         assert sum("validation_loss" in line for line in lines) == 3
@@ -371,11 +372,10 @@ def test_the_next_batch_is_made_during_a_step(tmp_path):
 def test_every_run_appends_to_its_metrics(tmp_path):
     """One that begins anew, too, so that a mistyped folder of checkpoints deletes none."""
     flags = f"--checkpoint {quoted(tmp_path / 'checkpoints')} --eval-every 1"
-    lines = train_on_text(f"{flags} --steps 2", tmp_path)
-    assert [line.get("step") for line in lines] == [None, 1, 1, 2, 2]
-    lines = train_on_text(f"{flags} --steps 3", tmp_path)
-    assert [line.get("step") for line in lines] == [None, 1, 1, 2, 2, None, 3, 3]
+    train_on_text(f"{flags} --steps 2", tmp_path)
+    train_on_text(f"{flags} --steps 3", tmp_path)
+    train_on_text(f"--checkpoint {quoted(tmp_path / 'typo')} --steps 1", tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
+    steps = [line.get("step") for line in lines]
+    assert steps == [None, 1, 1, 2, 2, None, 3, 3, None, 1, 1]
     assert lines[5]["flags"]["steps"] == 3
-    other = f"--checkpoint {quoted(tmp_path / 'typo')} --steps 1"
-    lines = train_on_text(other, tmp_path)[8:]
-    assert [line.get("step") for line in lines] == [None, 1, 1]
