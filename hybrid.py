@@ -1750,8 +1750,8 @@ def read_data(args):
     Raises TrainingError with status 2 if the data cannot be read, differ between ranks, or have a
     token outside the vocabulary. With different data, such as the standard libraries of two Python
     versions, a pipeline's last stage would have targets that do not belong to the first stage's
-    inputs. So each rank reads all tokens twice, which takes minutes per TB, and a rank whose disk is
-    slower may be late by --timeout at most.
+    inputs. So each rank reads all tokens twice, which takes minutes per TB, and a rank whose disk
+    is slower may be late by --timeout at most.
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
