@@ -185,8 +185,9 @@ class PlainMoE(nn.Module):
     """The layer without anything else: maps this rank's tokens, (N, D), to (N, D).
 
     experts: a module for this rank's experts, `compute` of plain_dispatch(), such as Experts below.
-    Seed all ranks alike, so that the copies of the router are equal. Their gradients must be summed
-    over the group. Types: x and parameters of experts V, the router R -> V.
+    Seed all ranks alike, so that the copies of the router are equal. Experts draws those of all
+    ranks and keeps its own; a module of another kind would begin equal on all ranks. The gradients
+    of the router's copies must be summed over the group. Types: x and parameters of experts V, the router R -> V.
     """
 
     def __init__(self, hidden, num_experts, top_k, experts, group=None):
@@ -199,7 +200,7 @@ class PlainMoE(nn.Module):
     def forward(self, x):
         probabilities = self.router(x).softmax(-1)  # (N, E)
         weights, experts = probabilities.topk(self.top_k)  # (N, k) each
-        if self.top_k > 1:  # otherwise all weights would be 1, and the router would not learn
+        if self.top_k > 1:  # a single weight would become 1, and the router would not learn
             weights = weights / weights.sum(-1, keepdim=True)
         num_experts = self.router.out_features
         return plain_dispatch(x, experts, weights, num_experts, self.experts, self.group)
@@ -299,7 +300,7 @@ class MoE(nn.Module):
 #
 # A router tends to overuse a few experts, and its logits tend to grow. There are four remedies:
 #
-#     capacity      the most rows that an expert takes. The others are dropped (GShard)
+#     capacity      the most rows that an expert takes from a rank. Others are dropped (GShard)
 #     balance loss  E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
 #                   p_i is the mean probability of expert i (GShard, Switch)
 #     bias          a number per expert, added to its score for the choice only, not for the weight.
@@ -661,7 +662,8 @@ def _grouped(x, weight, sizes, sizes_on_device):
 #
 #     dropped choices   an expert of -1 is none. No row travels for such a choice
 #     less memory       backward needs fewer tensors of N k rows: _Permuted and _WeightedSums
-#     one wait          the host waits once, for all counts, and launches shared experts meanwhile
+#     one wait          the host waits once, for all counts. If nothing else overlaps, it launches
+#                       shared experts meanwhile
 #     parts             some tokens travel while others are computed
 #
 # Four words tell who does what:
@@ -1014,7 +1016,7 @@ def two_hops(
         choices inside node 0             1 -1 -1               of its experts 0 to 3
         choices inside node 1             -1 1 2     3 0 1      of its experts 4 to 7
 
-    Each hop has counts of its own, so the host waits for both.
+    Each hop has counts of its own, so the host waits once more for each part.
     The types over all ranks are those of dispatch_and_combine(). Each of the parts that cross is
     dispatched inside the node in as many parts again.
     """
