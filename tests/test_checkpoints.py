@@ -746,6 +746,27 @@ def test_a_damaged_checkpoint_ends_all_ranks_with_one_line_that_names_it(
     assert len(_complete(folder)) == 2  # no checkpoint is deleted
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_together_check_every_file_of_a_checkpoint(world_size, tmp_path):
+    path = tmp_path / "step_00000004"
+    path.mkdir()
+    files = [path / name for name in (".metadata", "__0_0.distcp", "__1_0.distcp")]
+    for file in files:
+        file.write_text(file.name)
+    hybrid.write_run(path, {"step": 4}, hybrid.digests_of(files))
+    for file in files:
+        file.write_text("other bytes")
+        refused = 0
+        for rank in range(world_size):
+            try:
+                hybrid.read_run(path, rank, world_size)
+            except ValueError as error:
+                assert f"{file.name} {CHANGED}" in str(error)
+                refused += 1
+        assert refused == 1  # one rank reads this file, and no other one does
+        file.write_text(file.name)
+
+
 @on_ranks(1)
 def test_a_file_that_a_file_system_has_added_to_a_checkpoint_changes_nothing(tmp_path):
     """NFS renames a file to .nfs... if it is deleted while a process has it open."""

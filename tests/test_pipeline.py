@@ -630,6 +630,23 @@ def _finishes(schedule):
     return not any(rows) and not any(queues)
 
 
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_a_rank_waits_for_its_oldest_send_only_when_more_than_p_are_pending(p):
+    """The first rank sends 3 p forwards in a row. The last one keeps p receives pending."""
+    schedule = gpipe(p, 3 * p)
+    for rank, verb in (0, "send"), (p - 1, "receive"):
+        posted, pending = deque(), []
+        for action, subject in program(schedule, rank):
+            if action == "do" and subject.kind == "B":
+                break
+            if action == verb:
+                posted.append(subject)
+            elif action == "wait" and subject in posted:
+                pending.append(len(posted))
+                assert posted.popleft() == subject
+        assert pending[: 2 * p] == 2 * p * [p + 1 if verb == "send" else p]
+
+
 def test_a_rank_may_use_what_it_receives_in_any_order():
     """It then posts more receives than there are ranks. The oldest inputs are used last."""
     m = 5

@@ -81,6 +81,12 @@ def test_the_short_form_drops_elements_of_this_ranks_tokens_after_the_sum():
     assert not torch.equal(first, second)
 
 
+@on_ranks(2)
+def test_the_short_form_drops_nothing_of_what_passes_beside_the_layer():
+    x = torch.arange(1.0, 401.0).view(50, 2, 4)
+    assert torch.equal(sequence_parallel_block(x, nn.Identity(), torch.zeros_like, p=0.5), x)
+
+
 # ---- recomputation -------------------------------------------------------------------------------
 
 

@@ -1513,6 +1513,21 @@ def test_uses_that_would_give_wrong_results_are_rejected():
             refused()
 
 
+@on_ranks(2)
+def test_units_that_only_an_earlier_forward_has_run_count_as_skipped():
+    y, orders = torch.ones(1, 96, requires_grad=True), iter([(0, 1, 2, 3), (0, 2, 3)])
+
+    def forward(blocks, y):
+        layers = nn.Sequential(*(blocks[number] for number in next(orders)))
+        return checkpoint(layers, y, use_reentrant=True)
+
+    model = around(forward)
+    with torch.no_grad():
+        model(y)
+    with pytest.raises(RuntimeError, match=r"units\[1\] was skipped, and several are recomputed"):
+        model(y).sum().backward()
+
+
 class Learner(nn.Module):
     """A net whose forward changes its own weights in one of the ways of CHANGES_IN_FORWARD."""
 
