@@ -187,7 +187,8 @@ class PlainMoE(nn.Module):
     experts: a module for this rank's experts, `compute` of plain_dispatch(), such as Experts below.
     Seed all ranks alike, so that the copies of the router are equal. Experts draws those of all
     ranks and keeps its own; a module of another kind would begin equal on all ranks. The gradients
-    of the router's copies must be summed over the group. Types: x and parameters of experts V, the router R -> V.
+    of the router's copies must be summed over the group. Types: x and parameters of experts V, the
+    router R -> V.
     """
 
     def __init__(self, hidden, num_experts, top_k, experts, group=None):
