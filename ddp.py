@@ -452,7 +452,8 @@ class DistributedDataParallel(nn.Module):
 
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
     broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, except
-        when the previous one ran in no_sync() or no_grad() and no gradients were reduced since.
+        when the previous one ran in no_sync() or no_grad() and no gradients were reduced since. So
+        all ranks must run such a forward pass, also an evaluation, or none.
     gradient_as_bucket_view: make .grad a view of its bucket. Sums are not copied back then, and
         after backward() gradients take memory once. A later backward() overwrites a .grad that a
         script has saved without clone().
