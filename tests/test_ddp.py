@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 from collectives import count_bytes, gather_objects, observe, rank_and_size
-from ddp import DistributedDataParallel, average_gradients, ddp_bytes
+from ddp import DistributedDataParallel, average_gradients, before_node, ddp_bytes
 from tensor_parallel import ColumnParallelLinear
 from zero import FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer
 
@@ -306,6 +306,15 @@ REENTRANT = {  # {case: (the forward of a net with one layer, how a step calls t
     "inside, output unseen": (lambda layer, x: Output(ONCE(layer, x)), lambda model, x: model(x).y),
     "inside, not at a leaf": (lambda layer, x: ONCE(layer, 1 * x), lambda model, x: 1 * model(x)),
 }
+
+
+def test_a_leaf_s_node_which_all_backwards_share_calls_a_function_in_the_next_one_only():
+    weight, calls = torch.ones(2, requires_grad=True), []
+    (node, _), *_ = weight.sin().grad_fn.next_functions
+    before_node(node, lambda: calls.append(weight.grad))
+    for _ in range(2):
+        weight.square().sum().backward()
+    assert calls == [None]
 
 
 @on_ranks(2)
