@@ -963,6 +963,21 @@ def test_stage_2_gathers_frozen_weights_once_and_trained_ones_after_each_step(al
 
 
 @on_ranks(2)
+def test_ranks_may_change_different_trained_parameters_between_passes_of_stage_2():
+    """As those optimizers do that hold only the pieces which have elements on their rank."""
+    rank, _ = rank_and_size()
+    net = stack(2)
+    model = FullyShardedDataParallel(net, units=net.blocks, stage=2)
+    x = torch.eye(96)
+    model(x)
+    with torch.no_grad():
+        net.blocks[rank].weight.mul_(2)
+    whole = model.state_dict()
+    expected = x @ whole["blocks.0.weight"].T @ whole["blocks.1.weight"].T
+    assert_close(model(x).detach(), expected)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_units_recomputed_as_one_are_gathered_in_turn_and_two_at_a_time(size):
     """Of 6 units, groups of 4 leave a last one of 2. The formula is for groups of equal size."""
