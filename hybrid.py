@@ -2412,10 +2412,14 @@ def read_run(path, rank=0, world_size=1):
     """Return what a checkpoint's run.json says, {name: value}.
 
     Raises ValueError if files are not those that were saved, or the folder has been renamed. All
-    ranks check run.json, and divide the other files among them.
+    ranks check run.json, and divide the other files among them. NFS renames a file to .nfs... if it
+    is deleted while a process has it open, so such files are left alone.
     """
     lines = (path / "SHA256SUMS").read_text(errors="replace").splitlines()
     saved = {line[66:]: line[:64] for line in lines}
+    for file in sorted(path.iterdir()):
+        is_known = file.name in saved or file.name == "SHA256SUMS" or file.name.startswith(".nfs")
+        need(is_known, f"{file} is not among the files that were saved")
     own = ["run.json", *sorted(saved)[rank::world_size]]
     for name, digest in digests_of(path / name for name in own).items():
         need(digest == saved.get(name), f"{path / name} has changed since it was saved")
