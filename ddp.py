@@ -712,7 +712,6 @@ class ReplicatedBuffers:
             flat = layout.pack(bucket)
             broadcast(flat, group=self.group, group_src=0)
             copy_all(bucket, layout.views(flat))
-        self.may_differ = False
 
     def agree(self, named):
         """Raise RuntimeError on every rank if buffers differ between ranks."""

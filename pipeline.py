@@ -407,7 +407,8 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
     passes = {}  # {(microbatch, chunk): (input, output)}, as in gpipe_step()
     losses = []
     if len(targets) != schedule.num_microbatches:
-        raise ValueError(f"{len(targets)} microbatches, not the schedule's")
+        what = f"{len(targets)} microbatches"
+        raise ValueError(f"{what}, but the schedule has {schedule.num_microbatches}")
 
     def perform(action, received=None):
         if action.kind == "F":

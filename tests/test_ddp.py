@@ -397,19 +397,6 @@ def test_gradients_of_several_passes_are_those_of_the_whole_batch(cap, as_views)
         assert_close(whole_gradients(net), whole_batch(net, x), 1e-11)
 
 
-@on_ranks(2)
-def test_a_forward_without_gradients_leaves_a_round_that_is_due_to_finish_grad_sync():
-    """As if a script evaluated between its last backward in no_sync() and the sum."""
-    model = DistributedDataParallel(nn.Linear(3, 2), gradient_divide_factor=1)
-    x = torch.full((1, 3), 1.0 + dist.get_rank())
-    with model.no_sync():
-        model(x).sum().backward()
-    with torch.no_grad():
-        model(x)
-    model.finish_grad_sync()
-    assert model.module.weight.grad.eq(1 + 2).all()
-
-
 # ---- another kind of sum -------------------------------------------------------------------------
 
 
