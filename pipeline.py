@@ -213,18 +213,18 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 # for each rank. schedule_step() runs any schedule, with exchanges that block. A reader who wants
 # the technique alone may stop after it. The rest adds to it:
 #
-#     schedules              nine of them
+#     schedules              seven of them
 #     simulator              the time of each action, and the order in which messages arrive
 #     program                the order in which a rank posts messages, computes and waits
 #     halves of a backward   layers whose weights' gradients are computed later, in idle time
 #     executor               Pipeline, the class to use: messages travel while ranks compute
-#     two passes in turns    a forward and a backward that hide each other's messages to experts
-#     replicas               the sum of the gradients of DualPipe's two copies of each layer
+#     DualPipe               two more schedules. Their rows have pairs: a forward and a backward
+#                            that hide each other's messages to experts
 #     costs                  formulas for the bubble and the peak of each schedule
 #
 # Schedules shorten the bubble in three ways. They divide a backward, so that the part for which no
 # other rank waits can fill idle time; they cut a rank's layers into chunks, so that microbatches
-# reach the last rank sooner; or they fill the pipeline from both ends.
+# reach the last rank sooner; or, as DualPipe does, they fill the pipeline from both ends.
 
 # ---- what a schedule is --------------------------------------------------------------------------
 #
@@ -261,22 +261,8 @@ class Action(NamedTuple):
 
     @property
     def actions(self):
-        """This action alone. A Pair, the other kind of item in a row, has two."""
+        """This action alone. A Pair, the other kind of item in a row, has two: see DualPipe."""
         return (self,)
-
-
-class Pair(NamedTuple):
-    """A forward and a backward that a rank performs in turns: see pair_up() and Turns.
-
-    A Pair begins when the inputs of both have arrived, and sends both results at its end.
-    """
-
-    forward: Action
-    backward: Action
-
-    @property
-    def actions(self):
-        return self.forward, self.backward
 
 
 class Transfer(NamedTuple):
@@ -295,9 +281,8 @@ class Transfer(NamedTuple):
 class Schedule(list):
     """A row for each rank, and the route that microbatches take through the ranks.
 
-    The items of a row are what the rank does, in order: Actions and, in what pair_up() returns,
-    Pairs. If F0 is Action("F", 0), the example above is [[F0, F1, B0, F2, B1, B2],
-    [F0, B0, F1, B1, F2, B2]].
+    The items of a row are what the rank does, in order: Actions and, with DualPipe, Pairs. If F0 is
+    Action("F", 0), the example above is [[F0, F1, B0, F2, B1, B2], [F0, B0, F1, B1, F2, B2]].
 
     routes: a list of routes, mostly of one. A route lists the places (rank, chunk) that a forward
         visits, in order; its backward visits them in reverse. The default is (0, 0), (1, 0), (2, 0)
@@ -462,8 +447,7 @@ def _check_actions(schedule):
 # ---- schedules -----------------------------------------------------------------------------------
 #
 # p = num_stages is the number of ranks, even if a rank has several stages, called chunks; m is
-# num_microbatches. SCHEDULES, at the end of this section, has the name by which the command and
-# hybrid.py know each. claim(), below, says what each costs.
+# num_microbatches. claim(), below, says what each schedule costs.
 
 
 def _actions(letters, *microbatches):
@@ -573,6 +557,9 @@ def zb_h2(num_stages, num_microbatches):
     all gradients. In the paper, ranks update first, and redo the update if the norm was too large.
     """
     p, m = num_stages, num_microbatches
+    # After F0, 2(p-r-1) slots pass until its gradient is here: it goes to p-r-1 more ranks, and
+    # the gradient comes back through them. Forwards fill these slots. As in zb_h1(), the "IF"s
+    # leave Ws for later.
     return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
 
 
@@ -607,123 +594,6 @@ def _down_and_up(p):
     return [(r, 0) for r in range(p)] + [(r, 1) for r in reversed(range(p))]
 
 
-def dualpipe(num_stages, num_microbatches):
-    """Two replicas, two directions: half of the microbatches enter at rank 0, half at rank p - 1.
-
-    So on every rank forwards of one direction meet backwards of the other, and the two can overlap.
-    Chunk 0 of rank r is stage r of one replica; chunk 1 is stage p-1-r of the other. p = 4, m = 8:
-
-        rank 0   F0 F1 F2 f4 i4 w4 f5 F3 b5 f6 B0 b6 f7 B1 b7 I2 W2 I3 W3
-        rank 1   F0 f4 F1 f5 F2 b4 f6 B0 F3 b5 f7 B1 b6 B2 i7 I3 w7 W3
-        rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
-        rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
-
-    If F = I = W, the bubble is half of what claim() returns. In the paper, an F and the B after it
-    overlap and take less than F+B: see pair_up(). Raises ValueError if p or m is odd, or m < 2p.
-    """
-    p, m = num_stages, num_microbatches
-    if p % 2 or m % 2 or m < 2 * p:
-        sizes = f"num_stages={p} and num_microbatches={m}"
-        raise ValueError(f"{sizes}: both must be even, and num_microbatches >= 2 x num_stages")
-    halves = range(m // 2), range(m // 2, m)
-    rows = [_actions(_dualpipe_letters(r, p, m // 2), *halves) for r in range(p)]
-    return Schedule(rows, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
-
-
-def dualpipe_v(num_stages, num_microbatches):
-    """DualPipe on 2p ranks, of which rank r and rank 2p-1-r are one rank here: one replica, a V.
-
-    The two halves of DualPipe's ranks mirror each other. So p ranks that each have a stage of both
-    halves do what the first half does, on ZB-V's route. Chunk 0 is stage r, chunk 1 is stage
-    2p-1-r, and all microbatches enter at rank 0. p = 2, m = 4:
-
-        rank 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 b2 f3 B1 b3 I2 W2 I3 W3
-        rank 1   F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 b2 B2 i3 I3 w3 W3
-
-    Nothing is stored twice, and p may be odd. If F = I = W, the bubble is half of what claim()
-    returns. Raises ValueError if m < 2p.
-    """
-    p, m = num_stages, num_microbatches
-    if m < 2 * p:
-        raise ValueError(f"num_microbatches={m} is less than 2 x num_stages={p}")
-    return _schedule(p, m, lambda rank: _dualpipe_letters(rank, 2 * p, m), [_down_and_up(p)])
-
-
-# A rank of DualPipe has eight steps. Capitals stand for microbatches from the end that is nearer to
-# the rank, whichever chunk they use, and small letters for those from the far end. From the nearer
-# end to this rank there are `outer` ranks, itself included, and from there to the middle `inner`
-# more, so p is twice outer + inner. Here are the steps of rank 1 of p = 8 for per_end = 8
-# microbatches from each end, where outer = inner = main = 2, and the number of forwards and
-# backwards in each step. An I counts as a backward:
-#
-#         letters     F        f      B      b
-#     1   FFFF        2 inner                        until the first f arrives
-#     2   FfFf        outer    outer                 until the gradient of the first f arrives
-#     3   iwfiwf               inner         inner   until the gradient of the first F arrives
-#     4   FbfBFbfB    main     main   main   main    until no F is left: the main step
-#     5   bfBbfB               inner  inner  inner   until no f is left
-#     6   bBiI                        outer  outer   until no b is left
-#     7   wIWI                        inner          until no I is left
-#     8   WW                                         the Ws that are left
-#
-# The numbers follow from when things arrive. Let F, I and W take one slot each, and B two:
-#
-#     1     The first F arrives after outer - 1 forwards, and the first f after p - outer. This
-#           leaves room for 2 inner + 1 Fs, the last of which belongs to step 2.
-#     2     From here, the first f goes through outer - 1 ranks, and its gradient comes back through
-#           them. This leaves room for outer - 1 more Fs and fs.
-#     3     Gradients of Fs come from the middle, where their Bs take two slots on each rank. So
-#           with each rank further out, the first one arrives two slots later, and that of the first
-#           f one slot earlier. These three slots are for i, w and f. The i comes before the w, as
-#           another rank waits for it.
-#     4-7   Each column adds up to per_end, so main = per_end - 2 inner - outer.
-#     6     The second half is divided, as in DeepSeek's code. Its gradients move on sooner, and its
-#           Ws fill step 7, in which a rank waits for each gradient. The schedule would take longer
-#           if all of step 6 were divided, or nothing.
-
-
-def _dualpipe_letters(rank, p, per_end):
-    """Spell the eight steps of a rank of DualPipe. per_end: microbatches from each end."""
-    outer = min(rank, p - 1 - rank) + 1
-    inner = p // 2 - outer
-    main = per_end - 2 * inner - outer
-    # Here, step 6 is bBbB with the second half divided: whole = bB, divided = iI.
-    backwards = "bB" * outer
-    whole = backwards[:outer]
-    divided = backwards[outer:].replace("b", "i").replace("B", "I")
-    # The Ws that the Is of steps 6 and 7 leave, in the order of the Is: wW and WW.
-    deferred = (divided + "I" * inner).replace("i", "w").replace("I", "W")
-    letters = "F" * (2 * inner) + "Ff" * outer + "iwf" * inner  # steps 1 to 3
-    letters += "FbfB" * main + "bfB" * inner + whole + divided  # steps 4 to 6
-    letters += "".join(weight + "I" for weight in deferred[:inner]) + deferred[inner:]
-    # On ranks of the second half, microbatches from the nearer end use chunk 1.
-    return letters if rank < p // 2 else letters.swapcase()
-
-
-def pair_up(schedule):
-    """Return a Schedule with a Pair in place of each F and the B of another chunk that follows it.
-
-    dualpipe() and dualpipe_v() are made for pairs, and no rank waits forever with them. A pair pays
-    only if its passes take less time in turns than one after the other, as they do if messages take
-    long. If F <= I, the bubbles with pairs are at most what claim() returns. Otherwise they are
-    longer by up to (p/2-1)(F-I), for dualpipe_v by up to (p-1)(F-I)/2.
-
-    interleaved() can be paired as well, but with two chunks, its last rank gets no pairs. 1F1B gets
-    none, because its F and the next B are of one chunk.
-    """
-    rows = []
-    for first, *others in schedule:
-        row = [first]
-        for action in others:
-            previous = row[-1].actions[-1]
-            if previous.kind + action.kind == "FB" and previous.chunk != action.chunk:
-                row[-1] = Pair(previous, action)
-            else:
-                row.append(action)
-        rows.append(row)
-    return Schedule(rows, schedule.routes)
-
-
 def forward_only(num_stages, num_microbatches, route=None):
     """Evaluation: only the forwards, along one route. Pipeline keeps none of their graphs."""
     route = route or [(rank, 0) for rank in range(num_stages)]
@@ -734,23 +604,6 @@ def forward_only(num_stages, num_microbatches, route=None):
         rank, chunk = route[index]
         rows[rank].append(Action("F", microbatch, chunk))
     return Schedule(rows, [route])
-
-
-SCHEDULES = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "dualpipe": dualpipe,
-    "dualpipe-v": dualpipe_v,
-}
-
-# Into how many chunks a rank's share of the model is cut, or None if the caller chooses. The ranks
-# of dualpipe have two chunks, but each is a whole share, of another replica of the model.
-NUM_CHUNKS = dict.fromkeys(SCHEDULES, 1) | {"interleaved": None, "zb-v": 2, "dualpipe-v": 2}
 
 
 # ---- simulator -----------------------------------------------------------------------------------
@@ -1243,14 +1096,151 @@ def _check_batches(pipeline, inputs, targets):
         raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
 
 
-# ---- two passes in turns -------------------------------------------------------------------------
+# ---- DualPipe ------------------------------------------------------------------------------------
 #
 # A layer of experts (expert_parallel.py) waits while its rows travel to experts on other ranks, and
-# again while they return. A forward and a backward of different microbatches can take turns, so
-# that one computes while the other's rows travel. pair_up() says which passes do so, and Turns runs
-# them. What joins this file with the other is an assignment for each layer of experts, an MoE:
+# again while they return. DualPipe hides these messages, too: on every rank, forwards meet
+# backwards of other microbatches, and the two take turns, so that one computes while the other's
+# rows travel. It has a schedule, pairs of a forward and a backward in its rows, and Turns, which
+# runs them. In the schedules above, rows consist of single actions.
+
+
+def dualpipe(num_stages, num_microbatches):
+    """Two replicas, two directions: half of the microbatches enter at rank 0, half at rank p - 1.
+
+    So on every rank forwards of one direction meet backwards of the other, and the two can overlap.
+    Chunk 0 of rank r is stage r of one replica; chunk 1 is stage p-1-r of the other. p = 4, m = 8:
+
+        rank 0   F0 F1 F2 f4 i4 w4 f5 F3 b5 f6 B0 b6 f7 B1 b7 I2 W2 I3 W3
+        rank 1   F0 f4 F1 f5 F2 b4 f6 B0 F3 b5 f7 B1 b6 B2 i7 I3 w7 W3
+        rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
+        rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
+
+    If F = I = W, the bubble is half of what claim() returns. In the paper, an F and the B after it
+    overlap and take less than F+B: see pair_up(). Raises ValueError if p or m is odd, or m < 2p.
+    """
+    p, m = num_stages, num_microbatches
+    if p % 2 or m % 2 or m < 2 * p:
+        sizes = f"num_stages={p} and num_microbatches={m}"
+        raise ValueError(f"{sizes}: both must be even, and num_microbatches >= 2 x num_stages")
+    halves = range(m // 2), range(m // 2, m)
+    rows = [_actions(_dualpipe_letters(r, p, m // 2), *halves) for r in range(p)]
+    return Schedule(rows, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
+
+
+def dualpipe_v(num_stages, num_microbatches):
+    """DualPipe on 2p ranks, of which rank r and rank 2p-1-r are one rank here: one replica, a V.
+
+    The two halves of DualPipe's ranks mirror each other. So p ranks that each have a stage of both
+    halves do what the first half does, on ZB-V's route. Chunk 0 is stage r, chunk 1 is stage
+    2p-1-r, and all microbatches enter at rank 0. p = 2, m = 4:
+
+        rank 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 b2 f3 B1 b3 I2 W2 I3 W3
+        rank 1   F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 b2 B2 i3 I3 w3 W3
+
+    Nothing is stored twice, and p may be odd. If F = I = W, the bubble is half of what claim()
+    returns. Raises ValueError if m < 2p.
+    """
+    p, m = num_stages, num_microbatches
+    if m < 2 * p:
+        raise ValueError(f"num_microbatches={m} is less than 2 x num_stages={p}")
+    return _schedule(p, m, lambda rank: _dualpipe_letters(rank, 2 * p, m), [_down_and_up(p)])
+
+
+# A rank of DualPipe has eight steps. Capitals stand for microbatches from the end that is nearer to
+# the rank, whichever chunk they use, and small letters for those from the far end. From the nearer
+# end to this rank there are `outer` ranks, itself included, and from there to the middle `inner`
+# more, so p is twice outer + inner. Here are the steps of rank 1 of p = 8 for per_end = 8
+# microbatches from each end, where outer = inner = main = 2, and the number of forwards and
+# backwards in each step. An I counts as a backward:
+#
+#         letters     F        f      B      b
+#     1   FFFF        2 inner                        until the first f arrives
+#     2   FfFf        outer    outer                 until the gradient of the first f arrives
+#     3   iwfiwf               inner         inner   until the gradient of the first F arrives
+#     4   FbfBFbfB    main     main   main   main    until no F is left: the main step
+#     5   bfBbfB               inner  inner  inner   until no f is left
+#     6   bBiI                        outer  outer   until no b is left
+#     7   wIWI                        inner          until no I is left
+#     8   WW                                         the Ws that are left
+#
+# The numbers follow from when things arrive. Let F, I and W take one slot each, and B two:
+#
+#     1     The first F arrives after outer - 1 forwards, and the first f after p - outer. This
+#           leaves room for 2 inner + 1 Fs, the last of which belongs to step 2.
+#     2     From here, the first f goes through outer - 1 ranks, and its gradient comes back through
+#           them. This leaves room for outer - 1 more Fs and fs.
+#     3     Gradients of Fs come from the middle, where their Bs take two slots on each rank. So
+#           with each rank further out, the first one arrives two slots later, and that of the first
+#           f one slot earlier. These three slots are for i, w and f. The i comes before the w, as
+#           another rank waits for it.
+#     4-7   Each column adds up to per_end, so main = per_end - 2 inner - outer.
+#     6     The second half is divided, as in DeepSeek's code. Its gradients move on sooner, and its
+#           Ws fill step 7, in which a rank waits for each gradient. The schedule would take longer
+#           if all of step 6 were divided, or nothing.
+
+
+def _dualpipe_letters(rank, p, per_end):
+    """Spell the eight steps of a rank of DualPipe. per_end: microbatches from each end."""
+    outer = min(rank, p - 1 - rank) + 1
+    inner = p // 2 - outer
+    main = per_end - 2 * inner - outer
+    # Here, step 6 is bBbB with the second half divided: whole = bB, divided = iI.
+    backwards = "bB" * outer
+    whole = backwards[:outer]
+    divided = backwards[outer:].replace("b", "i").replace("B", "I")
+    # The Ws that the Is of steps 6 and 7 leave, in the order of the Is: wW and WW.
+    deferred = (divided + "I" * inner).replace("i", "w").replace("I", "W")
+    letters = "F" * (2 * inner) + "Ff" * outer + "iwf" * inner  # steps 1 to 3
+    letters += "FbfB" * main + "bfB" * inner + whole + divided  # steps 4 to 6
+    letters += "".join(weight + "I" for weight in deferred[:inner]) + deferred[inner:]
+    # On ranks of the second half, microbatches from the nearer end use chunk 1.
+    return letters if rank < p // 2 else letters.swapcase()
+
+
+# ---- two passes in turns -------------------------------------------------------------------------
+#
+# What joins this file with expert_parallel.py is an assignment for each layer of experts, an MoE:
 #
 #     layer.hand_over = pipeline.turns.hand_over
+
+
+class Pair(NamedTuple):
+    """A forward and a backward that a rank performs in turns: see pair_up() and Turns.
+
+    A Pair begins when the inputs of both have arrived, and sends both results at its end.
+    """
+
+    forward: Action
+    backward: Action
+
+    @property
+    def actions(self):
+        return self.forward, self.backward
+
+
+def pair_up(schedule):
+    """Return a Schedule with a Pair in place of each F and the B of another chunk that follows it.
+
+    dualpipe() and dualpipe_v() are made for pairs, and no rank waits forever with them. A pair pays
+    only if its passes take less time in turns than one after the other, as they do if messages take
+    long. If F <= I, the bubbles with pairs are at most what claim() returns. Otherwise they are
+    longer by up to (p/2-1)(F-I), for dualpipe_v by up to (p-1)(F-I)/2.
+
+    interleaved() can be paired as well, but with two chunks, its last rank gets no pairs. 1F1B gets
+    none, because its F and the next B are of one chunk.
+    """
+    rows = []
+    for first, *others in schedule:
+        row = [first]
+        for action in others:
+            previous = row[-1].actions[-1]
+            if previous.kind + action.kind == "FB" and previous.chunk != action.chunk:
+                row[-1] = Pair(previous, action)
+            else:
+                row.append(action)
+        rows.append(row)
+    return Schedule(rows, schedule.routes)
 
 
 class Turns:
@@ -1414,10 +1404,26 @@ def sum_replicas(stages, group=None):
 #     dualpipe       The report has (p/2-1)(X + B - 3W), where X is the time of an F and a B in a
 #                    pair, at most F + B.
 #     dualpipe-v     That of dualpipe on 2p ranks, whose stages take half of the time.
-#
+
+# The names by which the command and hybrid.py know the schedules.
+SCHEDULES = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
+}
+
+# Into how many chunks a rank's share of the model is cut, or None if the caller chooses. The ranks
+# of dualpipe have two chunks, but each is a whole share, of another replica of the model.
+NUM_CHUNKS = dict.fromkeys(SCHEDULES, 1) | {"interleaved": None, "zb-v": 2, "dualpipe-v": 2}
+
 # In zb-h2 and zb-v, ranks begin the next step while others finish this one. So claim() counts their
 # idle time from a rank's first to its last action only.
-
 STAGGERED = "zb-h2", "zb-v"
 
 
@@ -1509,21 +1515,29 @@ def _demonstrate():
     loss_fn = lambda output, target: (output - target).square().sum() / (rows * width)
     loss_fn(model(inputs), targets).backward()
     expected = [parameter.grad for parameter in stage.parameters()]
+    microbatches = inputs.chunk(m), targets.chunk(m)
     like = {"shape": (rows // m, width), "dtype": inputs.dtype}
-    for name in ("gpipe", "1f1b", "zb-h1"):
+    claimed = pipeline_bytes(rank, world_size, m, inputs.nbytes // m)
+
+    def run(what, step):
         model.zero_grad()
-        pipeline = Pipeline(stage, SCHEDULES[name](world_size, m), loss_fn, defer=store, **like)
         with count_bytes() as traffic:
-            pipeline.step(inputs, targets)
+            step()
         pairs = zip(stage.parameters(), expected)
         error = max((parameter.grad - grad).abs().max().item() for parameter, grad in pairs)
         error = max(gather_objects(error))  # of all ranks
-        claimed = pipeline_bytes(rank, world_size, m, inputs.nbytes // m)
         if rank == 0:
-            print(name)
+            print(f"{what}: rank 0 sent {traffic.bytes()} bytes, claimed {claimed}")
+            print(f"    largest difference from one process's gradients: {error:.1e}")
+
+    run("gpipe_step()", lambda: gpipe_step(stage, *microbatches, loss_fn))
+    run("one_f_one_b_step()", lambda: one_f_one_b_step(stage, *microbatches, loss_fn))
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        if rank == 0:
+            print(f"\n{name}")
             _show(name, world_size, m)
-            print(f"rank 0 sent {traffic.bytes()} bytes, claimed {claimed}")
-            print(f"largest difference from one process's gradients: {error:.1e}\n")
+        pipeline = Pipeline(stage, SCHEDULES[name](world_size, m), loss_fn, defer=store, **like)
+        run("Pipeline", lambda: pipeline.step(inputs, targets))
 
 
 PAIRED = "claimed for F and B in pairs, which send together; simulated without pairs"

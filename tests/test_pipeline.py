@@ -831,13 +831,17 @@ def test_the_demonstration_draws_the_schedules_and_prints_the_costs_of_the_table
     with patch.dict("os.environ", RANK=""):  # as under torchrun; else it is a command
         printed = demonstration(pipeline)
     expected = {"gpipe": (6, 8), "1f1b": (6, 3), "zb-h1": (2, 3)}  # the bubble and the peak
-    parts = printed.strip().split("\n\n")
+    plain, *parts = printed.strip().split("\n\n")
+    first, error, second, other_error = plain.splitlines()
+    claim = f"rank 0 sent {16 * 32 * 8} bytes, claimed {16 * 32 * 8}"
+    assert [first, second] == [f"gpipe_step(): {claim}", f"one_f_one_b_step(): {claim}"]
+    assert max(float(error.split()[-1]), float(other_error.split()[-1])) < 1e-12
     for (name, (bubble, peak)), part in zip(expected.items(), parts, strict=True):
         first, *drawing, bubbles, peaks, sent, error = part.splitlines()
         assert first == name and drawing == draw(SCHEDULES[name](3, 8)).splitlines()
         assert bubbles.endswith(f": claimed {bubble}, simulated {bubble}")
         assert peaks.endswith(f": claimed {peak}, simulated {peak}")
-        assert sent == f"rank 0 sent {16 * 32 * 8} bytes, claimed {16 * 32 * 8}"
+        assert sent == f"Pipeline: {claim}"
         assert float(error.split()[-1]) < 1e-12
 
 
