@@ -2173,7 +2173,8 @@ def write_checkpoint(state, path, run, group):
     """
     partial_path = path.with_suffix(".partial")
     options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
-    storage = Writer(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
+    # each rank waits until its files are on the disk; there is nothing to copy ahead from a GPU
+    storage = Writer(partial_path, sync_files=True, per_thread_copy_ahead=0)
     write = partial(dcp.save, state, storage_writer=storage, process_group=group)
     on_all_ranks(write, **options)
     files = partial_path.glob(f"__{dist.get_rank()}_*")  # this rank has written
@@ -2187,7 +2188,7 @@ def commit(run, partial_path, path, digests):
     if dist.get_rank() != 0:
         return
     write_run(partial_path, run, digests | digests_of([partial_path / ".metadata"]))
-    os.sync()  # a checkpoint is on the disk before it gets its name
+    os.sync()  # the names of all files, too, are on the disk before the checkpoint gets its own
     partial_path.rename(path)
     for old in checkpoints_of(path.parent)[: -run["keep"]]:
         old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
