@@ -251,9 +251,9 @@ def plain_all_to_all(output, input, group=None):
 # Rows with log2(P) need a P that is a power of two. The upper floor runs them on any P, and has an
 # algorithm for nodes, which are computers with several ranks each.
 #
-# In an all-reduce in place, the sum of chunk r takes the place of rank r's chunk r. So what reduces
-# keeps partial sums in scratch memory, and writes to `output` only once no message reads the input
-# any more. It changes no other tensor.
+# In an all-reduce in place, the sum of chunk r takes the place of rank r's chunk r. So algorithms
+# keep partial sums in scratch memory, and write to `output` only once no message reads the input
+# any more. They change no other tensor.
 #
 # Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
 # computed on all ranks in the same order.
@@ -657,6 +657,11 @@ def cut_aligned(flat, parts, unit=ALIGNMENT):
     return flat.tensor_split([units * part // parts * elements for part in range(1, parts)])
 
 
+def segments_of(chunks, number):
+    """Cut the chunks of all ranks alike. Return the list of each segment's parts of the chunks."""
+    return list(zip(*(cut_aligned(chunk, number) for chunk in chunks)))
+
+
 # ---- algorithms: sums ----------------------------------------------------------------------------
 
 _REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
@@ -828,6 +833,9 @@ ALGORITHMS = ("naive", "recursive_doubling", *PHASES)
 #
 # The constants are fixed, not measured at start-up, so that results do not depend on timing. They
 # were measured for gloo with 2 to 8 ranks on 2 cores, and estimated for NCCL.
+#
+# NCCL's own all-reduce has more to choose from: two binary trees, each for half of the tensor, with
+# about 2 log2(P) steps and the bytes of a ring, and sums in a switch, with half of these bytes.
 
 NCCL_STEP_BYTES = 1 << 22  # a batch takes the host 60 us, in which 400 Gbit/s carry 3 MB or more
 GLOO_STEP_BYTES = 1 << 17  # a step takes 0.1 ms, and a machine's memory carries 1 to 2 GB/s
@@ -869,7 +877,7 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, both_phases=False):
     both_phases: False means a reduce-scatter or an all-gather alone
     """
     nodes = world_size // ranks_per_node
-    if on_nccl and nodes == 1:  # P-1 messages leave at once, so no other takes fewer steps
+    if on_nccl and nodes == 1:  # P-1 messages leave at once, so one step is the quickest phase
         return "naive" if both_phases and nbytes < ONE_STEP_BYTES else "direct"
     names = ["ring"]
     if 1 < nodes < world_size:
@@ -888,7 +896,7 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, both_phases=False):
     def cost(name):  # of both phases; one costs half of it, whatever the name
         steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
         if name == "hierarchical":
-            sent //= ranks_per_node  # about what leaves the node, by a network card for each rank
+            sent //= ranks_per_node  # what leaves the node, if each rank has a network card
         return steps * step_bytes + sent
 
     return min(names, key=cost)
@@ -919,9 +927,8 @@ def choose_segments(nbytes, P, ranks_per_node, on_nccl, both_phases=False, name=
 #
 # A Work is one call: its group, this rank, whether it is asynchronous. A plan is a function of the
 # flat tensors, which returns the algorithms to run: one for each segment of all_gather_single(),
-# reduce_scatter_single() and all_reduce(), and otherwise a single one.
-#
-# The root is src or dst, a global rank, or group_src or group_dst, a rank of the group.
+# reduce_scatter_single() and all_reduce(), and otherwise a single one. A root is src or dst, a
+# global rank, or group_src or group_dst, a rank of the group.
 #
 # Names, arguments and results are those of torch.distributed (all_gather_into_tensor is its older
 # name of all_gather_single), with these differences:
@@ -955,8 +962,7 @@ def all_gather_single(output, input, group=None, async_op=False):
         chunks = output.chunk(P)
         if chunks[rank].data_ptr() != input.data_ptr():  # else `input` is this chunk of `output`
             chunks[rank].copy_(input)
-        cut_chunks = [cut_aligned(chunk, segments) for chunk in chunks]  # [rank][segment]
-        return [all_gather(parts, rank, **options) for parts in zip(*cut_chunks)]
+        return [all_gather(parts, rank, **options) for parts in segments_of(chunks, segments)]
 
     return launch(work, plan, [output], [input], partial(call_backend, work))
 
@@ -973,10 +979,9 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
         name, segments, options = choose_segments(input.nbytes, *work.network)
         reduce_scatter, _ = PHASES[name]
         outputs = cut_aligned(output, segments)
-        cut_chunks = [cut_aligned(chunk, segments) for chunk in input.chunk(P)]  # [rank][segment]
         return [
             reduce_scatter(parts, output, combine, rank, **options)
-            for parts, output in zip(zip(*cut_chunks), outputs)
+            for parts, output in zip(segments_of(input.chunk(P), segments), outputs)
         ]
 
     return launch(work, plan, [output], [input], partial(call_backend, work))
@@ -1228,12 +1233,13 @@ def launch(work, plan, outputs, inputs=(), backend=None):
         queue = work.queue
         if (work.async_op and work.world_size > 1) or not queue.last.is_completed():
             work.pending = queue.submit(task, (*outputs, *inputs))
-        else:  # no task is pending, and calls that did not go to the queue have run
+        else:  # nothing is pending: other calls that ran at once have ended
             task()
             queue.note_launch()
     if work.async_op:
         return work
-    work.pending.finish()
+    work.pending.finish()  # if the queue has it
+    return None
 
 
 def run(work, plan, outputs, inputs, backend):
@@ -1258,12 +1264,12 @@ def flat_memory(tensor):
     return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
 
 
-def take_turns(segments, work):
-    """Run the algorithms of all segments. The one that posted its messages first continues first.
+def take_turns(algorithms, work):
+    """Run algorithms side by side. The one that posted its messages first continues first.
 
     All ranks keep this order, so each receives messages in the order in which its peer sends them.
     """
-    waiting = deque(segments)
+    waiting = deque(algorithms)
     under_way = deque()  # (algorithm, function that waits for its messages)
     while waiting or under_way:
         if waiting and len(under_way) < work.queue.window:
@@ -1282,17 +1288,19 @@ def take_turns(segments, work):
 #
 # Collectives call post(). exchange() is for messages of other files: pipeline.py sends activations
 # and gradients to the next stage by it, sequence_parallel.py keys and values around a ring.
+#
+# On NCCL, a group that was made without a device_id connects in its first batch. All its ranks must
+# take part in this batch, or it hangs: in exchange(), or if all_to_all_single() moves rows of some
+# ranks only.
 
 
 def exchange(sends, receives, group=None, async_op=False):
     """Do what plain_exchange() does, faster, and also in a group that is busy.
 
     Pending collectives of the group complete first; later ones do not wait for it. On gloo a
-    message larger than its receiver's tensor aborts the process. On NCCL a group that was made
-    without a device_id connects in its first batch, in which all its ranks must then take part. A
-    RuntimeError names the failed peer. With async_op=True this returns a Work to wait() for.
-    Otherwise it returns when the messages are complete, or on NCCL when the current stream has been
-    told to wait for them.
+    message larger than its receiver's tensor aborts the process. A RuntimeError names the failed
+    peer. With async_op=True this returns a Work to wait() for. Otherwise it returns when the
+    messages are complete, or on NCCL when the current stream has been told to wait for them.
     """
     require_memory(sends, receives)
     tensor = (sends or receives)[0][0] if sends or receives else None
@@ -1320,9 +1328,6 @@ def exchange(sends, receives, group=None, async_op=False):
     return work
 
 
-MOST_PEERS = 128  # in one batch, since a batch of more than 256 messages may hang on NCCL
-
-
 def is_memory(tensor):
     """Return whether a message can hold the tensor as it lies in memory: without gaps, in order."""
     # PyTorch conjugates and negates some tensors only when they are read
@@ -1341,6 +1346,9 @@ def require_memory(sends, receives):
 def not_empty(messages):
     """Return the messages that have elements, since others are not sent."""
     return [(tensor, peer) for tensor, peer in messages if tensor.numel()]
+
+
+MOST_PEERS = 128  # in one batch, since a batch of more than 256 messages may hang on NCCL
 
 
 def post(work, sends, receives):
@@ -1430,6 +1438,10 @@ def _post_through_host(work, sends, receives):
 
 
 # ---- runtime: a group and its queue --------------------------------------------------------------
+#
+# submit(task, tensors) gives a queue a task, and returns it as Pending; `last` is the last one.
+# note_launch() follows messages that did not go through the queue. `window` is how many algorithms
+# take_turns() has under way.
 
 # {process group: its Membership}. It is global because no attribute can be set on a process group.
 _MEMBERSHIPS = weakref.WeakKeyDictionary()
@@ -1511,8 +1523,8 @@ class _Thread:
     """The queue of a group on gloo: a thread that ends when the group or Python does."""
 
     on_nccl = False
-    window = 4  # segments under way; 3 of 1 MB took up to 1.6 times gloo's time for 8 to 64 MB
-    last = DONE  # the last task that was submitted
+    window = 4  # 3 segments of 1 MB took up to 1.6 times gloo's time for 8 to 64 MB
+    last = DONE
 
     def __init__(self, group):
         self.tasks = SimpleQueue()
@@ -1579,8 +1591,8 @@ class _Stream:
     """
 
     on_nccl = True
-    window = 2  # segments under way: one is summed while the other one travels
-    last = DONE  # the last task that was submitted
+    window = 2  # one segment is summed while the other one travels
+    last = DONE
     AHEAD = 5  # the peak of ZeRO-3 is then within 15% of what its tensors take
 
     def __init__(self, device=None):
@@ -1592,7 +1604,8 @@ class _Stream:
 
     def note_launch(self, tensors=()):
         """Mark the end of a task. Wait until at most AHEAD tasks are unfinished."""
-        task = _Launched(torch.cuda.current_stream(self.device).record_event(), [*tensors])
+        event = torch.cuda.current_stream(self.device).record_event()
+        task = _Launched(event, list(tensors))
         self.launched.append(task)
         while self.launched and self.launched[0].event.query():
             self.launched.popleft().held.clear()
@@ -1732,14 +1745,15 @@ def _told_and_checked(exchange):
         require_memory(sends, receives)
         sends = not_empty(sends)
         receives = not_empty(receives)
-        if sends or receives:
-            tensor, _ = (sends or receives)[0]
-            work = Work("plain_exchange", group, tensor)
-            if not (work.queue.on_nccl or work.queue.last.is_completed()):
-                pending = "plain_exchange() while operations of its group are pending"
-                raise RuntimeError(f"{pending}: call exchange(), or wait() for them")
-            work.tell("post", sends, receives)
-            exchange(sends, receives, group)
+        if not sends and not receives:
+            return
+        tensor, _ = (sends or receives)[0]
+        work = Work("plain_exchange", group, tensor)
+        if not (work.queue.on_nccl or work.queue.last.is_completed()):
+            pending = "plain_exchange() while operations of its group are pending"
+            raise RuntimeError(f"{pending}: call exchange(), or wait() for them")
+        work.tell("post", sends, receives)
+        exchange(sends, receives, group)
 
     return told
 
