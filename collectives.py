@@ -831,6 +831,18 @@ ALGORITHMS = ("naive", "recursive_doubling", *PHASES)
 #
 #     steps * (the bytes that travel in the time of a step) + bytes sent
 #
+# It chooses among these, where halving stands for halving_doubling, and hierarchical is left out
+# unless there are several nodes of several ranks:
+#
+#                            for an all-reduce                    for a reduce-scatter or all-gather
+#     NCCL, one node         naive (below 64 KB), direct          direct
+#     NCCL, several nodes    ring, hierarchical, the doublings    ring, hierarchical, halving
+#     gloo, below 2 MB       ring, hierarchical, the doublings    ring, hierarchical, halving
+#     gloo, from 2 MB on     ring, hierarchical                   ring, hierarchical
+#
+# In the last column, halving needs a P that is a power of two. For any other P, gloo has direct
+# instead. With NCCL each rank would need a connection to every other one.
+#
 # The constants are fixed, not measured at start-up, so that results do not depend on timing. They
 # were measured for gloo with 2 to 8 ranks on 2 cores, and estimated for NCCL.
 #
@@ -885,9 +897,9 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, both_phases=False):
     if on_nccl or nbytes < LONG_BYTES:
         if both_phases:
             names += DOUBLINGS
-        elif world_size.bit_count() == 1:  # one phase has no extra ranks, so P is a power of two
+        elif world_size.bit_count() == 1:
             names.append("halving_doubling")
-        elif not on_nccl:  # NCCL would connect each rank to all others, in other nodes, too
+        elif not on_nccl:
             names.append("direct")
     step_bytes = NCCL_STEP_BYTES
     if not on_nccl:
@@ -1163,9 +1175,14 @@ def one_per_rank(work, tensors):
 #
 # A group's collectives run one by one, and read their inputs when their turn comes. All ranks must
 # call them in one order. Those with async_op, and those that are called while others are pending,
-# go to the group's queue. For gloo it is a thread, and wait() blocks until the task has ended. For
-# NCCL it is a CUDA stream, whose kernels run beside those of the caller's stream, and wait() makes
-# the caller's stream wait.
+# go to the group's queue:
+#
+#     caller    all_reduce(async_op=True)    computes something else    wait()    uses the sum
+#     queue                 messages, sums, messages, sums ...
+#
+# For gloo the queue is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA
+# stream, whose kernels run beside those of the caller's stream, and wait() makes the caller's
+# stream wait.
 
 # A task in a queue: finish() waits for it, and is_completed() tells whether it has ended.
 Pending = namedtuple("Pending", "finish is_completed")
