@@ -945,7 +945,9 @@ def choose_segments(nbytes, P, ranks_per_node, on_nccl, both_phases=False, name=
 # Names, arguments and results are those of torch.distributed (all_gather_into_tensor is its older
 # name of all_gather_single), with these differences:
 #
-#     order        the collectives of a group run one after the other. A CUDA graph cannot hold them
+#     order        the collectives of a group run one after the other, whichever streams call them,
+#                  and one thread at a time may call them
+#     CUDA graphs  cannot hold them, since the host asks which have ended
 #     tensors      with gaps are copied, and not refused
 #     AVG          divides the sum, so fp16 may overflow where NCCL's, which divides first, does not
 #     reduce       changes only the root's tensor
@@ -1212,7 +1214,7 @@ class Work:
         self.rank, self.world_size = self.members.place
         self.ranks = self.members.ranks
         self.queue = self.members.queue_for(self.group, tensor)
-        self.listeners = tuple(_LISTENERS)
+        self.listeners = tuple(LISTENERS)
 
     @property
     def network(self):
@@ -1686,7 +1688,7 @@ def backend_function(name):
 
 # It is global because autograd may call collectives in its own threads, which do not see the
 # caller's context variables.
-_LISTENERS = []
+LISTENERS = []
 
 
 @contextmanager
@@ -1703,11 +1705,11 @@ def observe(listener):
     messages fails. A wait() is an operation, too: a Work with the name "wait", whose attribute `of`
     is the Work that is waited for. Of plain_exchange() only "post" is told.
     """
-    _LISTENERS.append(listener)
+    LISTENERS.append(listener)
     try:
         yield
     finally:
-        _LISTENERS.remove(listener)
+        LISTENERS.remove(listener)
 
 
 @contextmanager
