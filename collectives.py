@@ -626,9 +626,9 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
 # All take a `group`, and all but barrier() take async_op: with async_op=True the call returns a
 # Work, to wait() for.
 #
-# The sections "algorithms" come first. They complete the algorithms of the ground floor, which
-# plain_run() can run, and choose among them. Then "runtime" has what a call goes through, where
-# each function calls the one below it:
+# The sections "algorithms" come first: more algorithms, which plain_run() can run, too, and the
+# choice of one. Then "runtime" has what a call goes through, where each function calls the one
+# below it:
 #
 #     broadcast(tensor)           makes a Work, and a plan, which returns the algorithms to run
 #       launch()                  calls run() at once, or in the group's queue
