@@ -11,15 +11,11 @@ Here a sum travels around a ring of ranks:
 
 A rank holds   its tensors, and scratch memory for what arrives: on a ring, 2/P of the tensor's D
                bytes. The upper floor cuts most long tensors into segments, which bounds it
-It sends       2(P-1)/P D in an all-reduce on a ring, the fewest bytes possible. A table below has
-               all collectives, another one has all algorithms for an all-reduce
+It sends       2(P-1)/P D in an all-reduce on a ring, the fewest bytes possible if only ranks add.
+               A table below has all collectives, others the algorithms for an all-reduce
 Overlap        with async_op=True an operation runs beside the caller's computation: in a thread if
                PyTorch sends by gloo (from CPUs), on a side stream if by NCCL (from GPUs)
-PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
-               name of all_gather_single. Here the collectives of a group run one after the other,
-               tensors with gaps travel as copies, reduce changes only the root's tensor, a mean is
-               divided after the sum, all_gather takes unequal lengths on gloo, too, and autograd
-               follows the seven functions from copy_to_group() to all_to_all_in_group()
+PyTorch's      torch.distributed has the same names and meanings. The upper floor lists what differs
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -36,7 +32,7 @@ import weakref
 from collections import deque, namedtuple
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from itertools import zip_longest
 from queue import SimpleQueue
 
@@ -65,34 +61,19 @@ def plain_exchange(sends, receives, group=None):
 
     sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
     of ranks must post the messages between them in the same order, in the same batches, with equal
-    sizes. Empty tensors are not sent. Others that are not contiguous raise ValueError. On gloo,
-    operations that are pending in the group raise RuntimeError; exchange() works beside them.
+    sizes. Empty tensors are not sent.
+
+    The section "listeners", near the end of this file, wraps this function. So its bytes are
+    counted, and it raises an error for tensors with gaps, and in a group that is busy.
     """
-    require_memory(sends, receives)
     sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
     receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
     message = partial(dist.P2POp, group=group, tag=TAG)
     batch = [message(dist.irecv, tensor, group_peer=peer) for tensor, peer in receives]
     batch += [message(dist.isend, tensor, group_peer=peer) for tensor, peer in sends]
     if batch:
-        report_plain_exchange(sends, receives, group)  # so that count_bytes() counts them
         for request in dist.batch_isend_irecv(batch):
             request.wait()
-
-
-def is_memory(tensor):
-    """Return whether a message can hold the tensor as it lies in memory: without gaps, in order."""
-    # PyTorch conjugates and negates some tensors only when they are read
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def require_memory(sends, receives):
-    """Raise ValueError if is_memory() is false for a tensor of these messages."""
-    for tensor, peer in (*sends, *receives):
-        if not is_memory(tensor):
-            what = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-            view = ", conjugated or negated" if tensor.is_contiguous() else ""
-            raise ValueError(f"not contiguous: a message to or from rank {peer} is of {what}{view}")
 
 
 # ---- the idea: a sum travels around a ring -------------------------------------------------------
@@ -112,10 +93,10 @@ def require_memory(sends, receives):
 def ring_all_reduce(tensor, group=None):
     """Sum a contiguous tensor over the group in place, in 2(P-1) steps of 1/P of its bytes each.
 
-    The sum of chunk r ends at rank r after P-1 links, so it begins at the rank after r: in step 0,
-    rank r sends chunk r - 1, and receives chunk r - 2 from the rank before it. In step s, it
-    receives chunk r - s - 2 (modulo P), and sends the one that it has received in step s - 1. If P
-    does not divide the tensor's length, chunks differ by one element.
+    In step 0, rank r sends chunk r - 1 (modulo P). In every later step it sends the chunk that it
+    has received in the step before. So in step s it sends chunk r - s - 1, and receives chunk
+    r - s - 2 from the rank before it. In step P-2 that is chunk r, and its sum is then complete.
+    If P does not divide the tensor's length, chunks differ by one element.
     """
     rank, P = rank_and_size(group)
     chunks = tensor.view(-1).tensor_split(P)  # chunk() could return fewer than P
@@ -154,11 +135,6 @@ def ring_all_reduce(tensor, group=None):
 # An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
 # the batch are complete, and computes before it yields the next batch. plain_run() is all that it
 # takes to run one. Its `combine` is torch.add, or torch.maximum for a maximum, and so on.
-#
-# The `output` of an algorithm that reduces may be the same memory as an input: in an all-reduce in
-# place, rank r reads its chunk r, and the sum of chunk r takes its place. So these algorithms keep
-# partial sums in scratch memory, and write to `output` only once no message reads the inputs any
-# more. They change no other tensor that they are given.
 #
 # The first two algorithms are the halves of ring_all_reduce(). For P = 3:
 #
@@ -275,6 +251,10 @@ def plain_all_to_all(output, input, group=None):
 # Rows with log2(P) need a P that is a power of two. The upper floor runs them on any P, and has an
 # algorithm for nodes, which are computers with several ranks each.
 #
+# In an all-reduce in place, the sum of chunk r takes the place of rank r's chunk r. So algorithms
+# keep partial sums in scratch memory, and write to `output` only once no message reads the input
+# any more. They change no other tensor.
+#
 # Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
 # computed on all ranks in the same order.
 
@@ -305,7 +285,8 @@ def _halving(chunks, output, combine, rank):
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
         step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
 
-    With _doubling() after it, this is Rabenseifner's algorithm.
+    The chunks must follow each other in memory, since half of them travel as one message. With
+    _doubling() after it, this is Rabenseifner's algorithm.
     """
     while len(chunks) > 1:
         half = len(chunks) // 2
@@ -313,10 +294,12 @@ def _halving(chunks, output, combine, rank):
         kept, sent = chunks[:half], chunks[half:]
         if rank > partner:
             kept, sent = sent, kept
-        received = torch.empty_like(_joined(kept))
+        own = _joined(kept)
+        received = torch.empty_like(own)
         yield [(_joined(sent), partner)], [(received, partner)]
-        total = combine(_joined(kept), received, out=received if half > 1 else output)
-        chunks = total.split_with_sizes([chunk.numel() for chunk in kept])
+        is_last = half == 1
+        total = combine(own, received, out=output if is_last else received)
+        chunks = total.split_with_sizes([chunk.numel() for chunk in kept])  # of the partial sums
 
 
 def _doubling(chunks, rank):
@@ -340,6 +323,9 @@ def _doubling(chunks, rank):
 def _joined(chunks):
     """View chunks that follow each other in memory as one tensor."""
     length = sum(chunk.numel() for chunk in chunks)
+    begin = chunks[0].storage_offset()
+    end = chunks[-1].storage_offset() + chunks[-1].numel()
+    assert end - begin == length, "there are gaps between the chunks"
     return chunks[0].as_strided((length,), (1,))
 
 
@@ -406,15 +392,23 @@ def plain_all_reduce(tensor, algorithm="ring", group=None):
 def _tree(rank, root, P):
     """Return this rank's parent and children, farthest first, in a binomial tree of depth log2(P).
 
-    Ranks are numbered from the root on. The distance to a number's parent is the largest power of
-    two that divides it. A number's children are at smaller distances; the root's at all distances:
+    Ranks are numbered from the root on. Clear the lowest 1 in a number's binary form, and it is the
+    number of its parent: 7 (111) has the parent 6 (110), 6 has 4 (100), and 4 has 0. For P = 8:
 
-        4 -> 0     2 -> 0, 6 -> 4     1 -> 0, 3 -> 2, 5 -> 4, 7 -> 6       (P = 8)
+        0 --- 4 --- 6 --- 7
+        |     |
+        |     5
+        |
+        2 --- 3
+        |
+        1
+
+    So the children of a number are at distances 1, 2, 4 ... below its lowest 1.
     """
     number = (rank - root) % P
     children = []
     distance = 1
-    while distance < P and number % (2 * distance) == 0:
+    while distance < P and not number & distance:
         if number + distance < P:
             children.insert(0, (rank + distance) % P)
         distance *= 2
@@ -423,7 +417,11 @@ def _tree(rank, root, P):
 
 
 def _tree_broadcast(tensor, rank, root, P):
-    """Receive the tensor from this rank's parent and pass it on to its children."""
+    """Receive the tensor from this rank's parent and pass it on to its children.
+
+    This is for short tensors. Long ones would travel quicker by a scatter and an all-gather, in
+    which the root sends about 2 D, and not log2(P) D.
+    """
     parent, children = _tree(rank, root, P)
     if parent is not None:
         yield [], [(tensor, parent)]
@@ -488,11 +486,11 @@ def all_reduce_bytes(nbytes, world_size):
 # whole gradient, and a sum would count it once for every rank. So a tensor has one of four types
 # over a group, as in Meta's spmd_types, and so has its gradient:
 #
-#                    the ranks hold                   a rank's gradient is      the gradient's type
-#     I  invariant   equal tensors, used identically  whole, equal on all       invariant
-#     R  replicated  equal tensors, used differently  a part; the sum is meant  partial
-#     V  varying     tensors of their own             that of its own tensor    varying
-#     P  partial     parts; the sum is meant          the sum's, equal on all   replicated
+#     type          the ranks hold                   a rank's gradient is      the gradient's type
+#     invariant     equal tensors, used identically  whole, equal on all       invariant
+#     replicated    equal tensors, used differently  a part; the sum is meant  partial
+#     varying       tensors of their own             that of its own tensor    varying
+#     partial       parts; the sum is meant          the sum's, equal on all   replicated
 #
 # For example, x = 3 is multiplied by w = 2 on rank 0 and by w = 5 on rank 1, and y is the sum of
 # the products. Gradients are computed from the last row up, beginning with y's, which is 1:
@@ -504,11 +502,13 @@ def all_reduce_bytes(nbytes, world_size):
 #     y = reduce_from_group(p)     21     21   invariant         1      1   invariant
 #
 # copy_to_group() makes a replicated tensor of an invariant one, so its backward makes an invariant
-# gradient of a partial one. It is an all-reduce: 2 + 5 = 7. Whether p is varying or partial depends
-# on what is meant, the products or their sum, so a varying tensor may be passed as partial.
+# gradient of a partial one. It is an all-reduce: 2 + 5 = 7. The tensor p is partial since its sum
+# is meant. If the products themselves were meant, it would be varying, with the same numbers.
 #
-# _PAIRS has the types of the functions below, which change no input. Docstrings of other files have
-# the letters, such as "V, I -> V" for two inputs and the output. tests/test_adjoint.py checks them.
+# _PAIRS has the types of the functions below, which change no input. Backward sends messages, too,
+# and hangs if x requires a gradient on some ranks only. Docstrings of other files have the first
+# letters of types, such as "V, I -> V" for two inputs and the output. tests/test_adjoint.py checks
+# them.
 
 
 def _identity(x, group):
@@ -612,43 +612,347 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
 # ==== upper floor =================================================================================
 #
 # plain_run() waits for each batch before it goes on, and needs an idle group and tensors without
-# gaps. From here on, collectives run beside the caller's computation, take tensors of any strides,
+# gaps. On this floor, collectives run beside the caller's computation, take tensors of any strides,
 # keep several messages under way, and choose an algorithm by size. A reader who wants the
-# techniques alone may go on with ddp.py.
-
-# ---- from a call to the wire ---------------------------------------------------------------------
+# techniques alone may go on with ddp.py. What one calls:
 #
-# A group's collectives run one by one, and read their inputs when their turn comes. All ranks must
-# call them in one order, so only one thread of a process may call those of a group. Those with
-# async_op, and those that are called while others are pending, go to the group's queue. For gloo
-# it is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA stream, whose
-# kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
-# exchange() starts once the pending collectives are done; later collectives do not wait for it.
+#     broadcast(tensor, src)                 all_reduce(tensor, op)
+#     reduce(tensor, dst, op)                reduce_scatter_single(output, input, op)
+#     scatter(tensor, scatter_list, src)     all_gather_single(output, input)
+#     gather(tensor, gather_list, dst)       all_gather(tensor_list, tensor)
+#     barrier()                              all_to_all_single(output, input)
+#     exchange(sends, receives)
 #
-# A call of a collective goes through these functions, each of which calls the one below it. In an
-# idle group, and for contiguous tensors that are not cut into segments, they do what plain_run()
-# does with one algorithm. The sections below have the same order, and then what a plan needs: the
-# choice of an algorithm, segments, more algorithms and sums.
+# All take a `group`, and all but barrier() take async_op: with async_op=True the call returns a
+# Work, to wait() for.
+#
+# The sections "algorithms" come first: more algorithms, which plain_run() can run, too, and the
+# choice of one. Then "runtime" has what a call goes through, where each function calls the one
+# below it:
 #
 #     broadcast(tensor)           makes a Work, and a plan, which returns the algorithms to run
-#       launch()                  runs run() at once, or in the group's queue
-#         run(), in launch()      makes tensors contiguous, and copies results back
-#           take_turns()          does what plain_run() does, for several segments at once
+#       launch()                  calls run() at once, or in the group's queue
+#         run()                   makes tensors contiguous, and copies results back
+#           take_turns()          does what plain_run() does, for several algorithms at once
 #             post()              does what plain_exchange() does, but does not wait
 #               group.send()      and group.recv(), which are torch's; NCCL: post_batch()
 
-# ---- the collectives -----------------------------------------------------------------------------
+# ---- algorithms: segments ------------------------------------------------------------------------
 #
-# A Work is one call: its group, this rank, whether it is asynchronous. With async_op=True the call
-# returns it, to wait() for. A plan is a function of the flat tensors, which returns the algorithms
-# to run. That of broadcast() is a single one.
+# A long tensor is cut into segments, each with an algorithm of its own. One segment is summed while
+# the next ones travel, and scratch memory is needed only for the few that are under way.
+
+ALIGNMENT = 128  # bytes; a GPU reads 128 at once
+
+
+def cut_aligned(flat, parts, unit=ALIGNMENT):
+    """Cut a flat tensor into parts, each of which begins at a multiple of `unit` bytes.
+
+    10 x 128 bytes become four parts of 2, 3, 2 and 3 x 128 bytes. Parts may be empty.
+    """
+    if parts == 1:
+        return [flat]
+    elements = unit // flat.itemsize
+    units = math.ceil(len(flat) / elements)
+    return flat.tensor_split([units * part // parts * elements for part in range(1, parts)])
+
+
+def segments_of(chunks, number):
+    """Cut the chunks of all ranks alike. Return the list of each segment's parts of the chunks."""
+    return list(zip(*(cut_aligned(chunk, number) for chunk in chunks)))
+
+
+# ---- algorithms: sums ----------------------------------------------------------------------------
+
+_REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
+    ReduceOp.SUM: (torch.add, torch.sum),
+    ReduceOp.AVG: (torch.add, torch.sum),  # run() divides at the end
+    ReduceOp.PRODUCT: (torch.mul, torch.prod),
+    ReduceOp.MIN: (torch.minimum, torch.amin),
+    ReduceOp.MAX: (torch.maximum, torch.amax),
+}
+
+
+class Reduction:
+    """What algorithms call as combine(a, b, out=...), for a ReduceOp.
+
+    rows: reduces the rows of a matrix, by rows(matrix, 0, out=...)
+    scratch: matrices whose rows have been reduced, which the operation's next segments reuse
+    """
+
+    def __init__(self, op, dtype):
+        if op not in _REDUCTIONS:
+            raise ValueError(f"op={op} is not supported; SUM, AVG, PRODUCT, MIN and MAX are")
+        if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"op=AVG of {dtype}: the mean may be no integer")
+        if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
+            raise ValueError(f"op={op} of {dtype}: complex numbers have no order")
+        self.pair, self.rows = _REDUCTIONS[op]
+        self.scratch = []
+
+    def __call__(self, a, b, out):
+        return self.pair(a, b, out=out)
+
+
+def reduce_directly(chunks, output, combine, rank):
+    """Reduce-scatter in 1 step, on a GPU by one kernel."""
+    reduce_scatter = _reduce_at_once if output.is_cuda else _direct_reduce_scatter
+    return reduce_scatter(chunks, output, combine, rank)
+
+
+def _reduce_at_once(chunks, output, combine, rank):
+    """Do what _direct_reduce_scatter() does, on a GPU, with one kernel. It rounds 16-bit sums once.
+
+    Each kernel reads and writes memory, and costs the host a launch. So the parts arrive as rows of
+    a matrix, which one kernel reduces, and not P-1 kernels.
+    """
+    if len(chunks) == 1:
+        output.copy_(chunks[0])
+        return
+    if combine.scratch:
+        matrix = combine.scratch.pop()
+    else:
+        # A row is this chunk in whole units of ALIGNMENT bytes, and one unit more, by which chunks
+        # of the segments that reuse the matrix may be longer, see cut_aligned().
+        unit = ALIGNMENT // output.itemsize
+        units = math.ceil(len(output) / unit) + 1
+        matrix = output.new_empty(len(chunks), units * unit)
+    rows = matrix[:, : len(output)]  # row r: from rank r
+    yield from _pairwise(chunks, rows.unbind(), rank)
+    rows[rank].copy_(chunks[rank])
+    combine.rows(rows, 0, out=output)
+    combine.scratch.append(matrix)  # NCCL writes there only after the kernel has read it
+
+
+# ---- algorithms: any number of ranks, and nodes --------------------------------------------------
 #
-# Long tensors of all_gather_single(), reduce_scatter_single() and all_reduce() are cut into
-# segments, each with an algorithm of its own. choose_segments() returns its name, the number of
-# segments and its keyword arguments. PHASES has the two functions of each name.
+# With nodes of L ranks each, messages inside a node are quicker than those between nodes:
 #
-# The root is src or dst, a global rank, or group_src or group_dst, a rank of the group. By default
-# it is global rank 0 (in PyTorch, broadcast() and reduce() have no default).
+#                          how                                   a rank sends   steps       scratch
+#     hierarchical         direct in nodes, rings across them   2(P-1)/P D      2 P/L       D + D/P
+#
+# Of the bytes that a rank sends in one of its phases, (L-1)/L D stay in its node and (P/L-1)/P D
+# leave it. Steps and scratch are those for L > 1.
+
+
+def all_reduce_segment(name, output, input, combine, rank, P, **options):
+    """Do what _all_reduce() does for any P, in aligned chunks, and on a GPU with few kernels."""
+    if name in DOUBLINGS and P.bit_count() > 1:
+        yield from _with_extra_ranks(name, output, input, combine, rank, P)
+    elif name == "recursive_doubling":
+        yield from _recursive_doubling(output, input, combine, rank, P)
+    elif name == "naive":
+        yield from reduce_directly([input] * P, output, combine, rank)
+    else:
+        reduce_scatter, all_gather = PHASES[name]
+        chunks = cut_aligned(output, P)
+        yield from reduce_scatter(cut_aligned(input, P), chunks[rank], combine, rank, **options)
+        yield from all_gather(chunks, rank, **options)
+
+
+def _with_extra_ranks(name, output, input, combine, rank, P):
+    """Run a doubling algorithm among the first 2^k of P ranks, for the largest 2^k <= P.
+
+    Each rank r beyond these sends its tensor to rank r - 2^k, which adds it to its own beforehand,
+    in D more bytes of scratch memory, and sends the sum back at the end.
+    """
+    power = 1 << (P.bit_length() - 1)
+    if rank >= power:
+        yield [(input, rank - power)], []
+        yield [], [(output, rank - power)]
+        return
+    extra_rank = rank + power
+    if extra_rank < P:
+        received = torch.empty_like(input)
+        yield [], [(received, extra_rank)]
+        input = combine(input, received, out=received)
+    yield from all_reduce_segment(name, output, input, combine, rank, power)
+    if extra_rank < P:
+        yield [(output, extra_rank)], []
+
+
+def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
+    """Reduce-scatter inside nodes of L ranks, then on rings across the P/L nodes, in P/L steps.
+
+    The sums of L chunks are meant for each node: those of chunks n L to n L + L - 1 for node n.
+    Inside a node, local rank i sums the i-th chunk of every node over the node's ranks. Then the
+    local ranks i of all nodes add these sums on a ring. With L = 2 and two nodes:
+
+        rank       0               1               2               3
+        inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
+        across     c0: 2+3+0+1     c1: 2+3+0+1     c2: 0+1+2+3     c3: 0+1+2+3
+    """
+    P = len(chunks)
+    L = ranks_per_node
+    node, local_rank = divmod(rank, L)
+    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::L]]  # one for each node
+    inside = [
+        reduce_directly(chunks[n * L : n * L + L], sums[n], combine, local_rank)
+        for n in range(P // L)
+    ]
+    yield from _among(range(node * L, node * L + L), inside)
+    across = _ring_reduce_scatter(sums, output, combine, node)
+    yield from _among(range(local_rank, P, L), [across])
+
+
+def _hierarchical_all_gather(chunks, rank, ranks_per_node):
+    """All-gather along rings across nodes, then directly inside each node, in P/L steps."""
+    P = len(chunks)
+    L = ranks_per_node
+    node, local_rank = divmod(rank, L)
+    across = _ring_all_gather(chunks[local_rank::L], node)
+    yield from _among(range(local_rank, P, L), [across])
+    inside = [_direct_all_gather(chunks[n * L : n * L + L], local_rank) for n in range(P // L)]
+    yield from _among(range(node * L, node * L + L), inside)
+
+
+def _among(ranks, algorithms):
+    """Run algorithms of equally many steps together, among `ranks`, which they number from 0."""
+    # zip() would stop when the first one ends, and not resume the others for their last sums
+    for steps in zip_longest(*algorithms):
+        sends, receives = [], []
+        for outgoing, arriving in steps:
+            sends += [(tensor, ranks[number]) for tensor, number in outgoing]
+            receives += [(tensor, ranks[number]) for tensor, number in arriving]
+        yield sends, receives
+
+
+PHASES = _PLAIN_PHASES | {  # name: (reduce-scatter, all-gather)
+    "direct": (reduce_directly, _direct_all_gather),
+    "hierarchical": (_hierarchical_reduce_scatter, _hierarchical_all_gather),
+}
+ALGORITHMS = ("naive", "recursive_doubling", *PHASES)
+
+
+# ---- algorithms: cost and choice -----------------------------------------------------------------
+#
+# Every step costs time, and so does every byte, so short tensors are quickest with few steps, and
+# long ones with few bytes. choose() takes the algorithm with the least
+#
+#     steps * (the bytes that travel in the time of a step) + bytes sent
+#
+# It chooses among these, where halving stands for halving_doubling, and hierarchical is left out
+# unless there are several nodes of several ranks:
+#
+#                            for an all-reduce                    for a reduce-scatter or all-gather
+#     NCCL, one node         naive (below 64 KB), direct          direct
+#     NCCL, several nodes    ring, hierarchical, the doublings    ring, hierarchical, halving
+#     gloo, below 2 MB       ring, hierarchical, the doublings    ring, hierarchical, halving
+#     gloo, from 2 MB on     ring, hierarchical                   ring, hierarchical
+#
+# In the last column, halving needs a P that is a power of two. For any other P, gloo has direct
+# instead. With NCCL each rank would need a connection to every other one.
+#
+# The constants are fixed, not measured at start-up, so that results do not depend on timing. They
+# were measured for gloo with 2 to 8 ranks on 2 cores, and estimated for NCCL.
+#
+# NCCL's own all-reduce has more to choose from: two binary trees, each for half of the tensor, with
+# about 2 log2(P) steps and the bytes of a ring, and sums in a switch, with half of these bytes.
+
+NCCL_STEP_BYTES = 1 << 22  # a batch takes the host 60 us, in which 400 Gbit/s carry 3 MB or more
+GLOO_STEP_BYTES = 1 << 17  # a step takes 0.1 ms, and a machine's memory carries 1 to 2 GB/s
+GLOO_STEP_BYTES_BETWEEN_NODES = 1 << 14  # 0.1 ms at 1 Gbit/s
+ONE_STEP_BYTES = 1 << 16  # NCCL in one node: shorter tensors take naive's 1 step, not direct's 2
+LONG_BYTES = 1 << 21  # gloo: longer tensors take rings, since a chunk fits a core's cache
+
+SEGMENT = 1 << 21  # gloo: the most bytes of a chunk in one message, measured, see also `window`
+DIRECT_BYTES = 1 << 26  # NCCL: the longest segment of a full tensor; its parts take as much scratch
+
+
+def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
+    """Return (steps, bytes that a rank sends) of an all-reduce, exact if all chunks are equal."""
+    D = nbytes
+    P = world_size
+    nodes = P // ranks_per_node
+    if P == 1:
+        return 0, 0
+    rounds = P.bit_length() - 1
+    power = 1 << rounds
+    if algorithm in DOUBLINGS and rank >= power:
+        return 2, D  # another rank computes for this one: the tensor goes there, the sum comes back
+    extra = rank + power < P  # whether this rank computes for another one
+    least = all_reduce_bytes(D, P)
+    return {
+        "naive": (1, (P - 1) * D),
+        "direct": (2, least),
+        "ring": (2 * (P - 1), least),
+        "recursive_doubling": (rounds + 2 * extra, (rounds + extra) * D),
+        "halving_doubling": (2 * rounds + 2 * extra, all_reduce_bytes(D, power) + extra * D),
+        "hierarchical": (2 * (nodes - 1) + 2 * (ranks_per_node > 1), least),
+    }[algorithm]
+
+
+@lru_cache(1 << 12)  # the sizes of a training step recur in the next one
+def choose(nbytes, world_size, ranks_per_node, on_nccl, both_phases=False):
+    """Return the name of the quickest algorithm for an all-reduce, or for one of its two phases.
+
+    both_phases: False means a reduce-scatter or an all-gather alone
+    """
+    nodes = world_size // ranks_per_node
+    if on_nccl and nodes == 1:  # P-1 messages leave at once, so one step is the quickest phase
+        return "naive" if both_phases and nbytes < ONE_STEP_BYTES else "direct"
+    names = ["ring"]
+    if 1 < nodes < world_size:
+        names.append("hierarchical")
+    if on_nccl or nbytes < LONG_BYTES:
+        if both_phases:
+            names += DOUBLINGS
+        elif world_size.bit_count() == 1:
+            names.append("halving_doubling")
+        elif not on_nccl:
+            names.append("direct")
+    step_bytes = NCCL_STEP_BYTES
+    if not on_nccl:
+        step_bytes = GLOO_STEP_BYTES if nodes == 1 else GLOO_STEP_BYTES_BETWEEN_NODES
+
+    def cost(name):  # of both phases; one costs half of it, whatever the name
+        steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
+        if name == "hierarchical":
+            sent //= ranks_per_node  # what leaves the node, if each rank has a network card
+        return steps * step_bytes + sent
+
+    return min(names, key=cost)
+
+
+def choose_segments(nbytes, P, ranks_per_node, on_nccl, both_phases=False, name="auto"):
+    """Return (name, number of segments, keyword arguments) of a collective's algorithm.
+
+    Scratch memory is at most 16 MB for a ring on gloo, 8 MB for each rank of the group for
+    hierarchical on gloo, and 128 MB for direct on NCCL. Algorithms that are not cut take what the
+    tables say: naive, the doublings, and on NCCL the ring.
+    """
+    if P == 1:
+        return "direct", 1, {}  # which copies
+    if name == "auto":
+        name = choose(nbytes, P, ranks_per_node, on_nccl, both_phases)
+    options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
+    if name in ("direct", "hierarchical") or (name == "ring" and not on_nccl):
+        segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
+        return name, max(1, math.ceil(nbytes / segment_bytes)), options
+    # halving_doubling needs the chunks of a whole tensor side by side, see _joined(). For the
+    # others segments would gain little: on gloo choose() takes them only for short tensors, and
+    # NCCL runs the batches of a group one by one.
+    return name, 1, options
+
+
+# ---- runtime: the collectives --------------------------------------------------------------------
+#
+# A Work is one call: its group, this rank, whether it is asynchronous. A plan is a function of the
+# flat tensors, which returns the algorithms to run: one for each segment of all_gather_single(),
+# reduce_scatter_single() and all_reduce(), and otherwise a single one. A root is src or dst, a
+# global rank, or group_src or group_dst, a rank of the group.
+#
+# Names, arguments and results are those of torch.distributed (all_gather_into_tensor is its older
+# name of all_gather_single), with these differences:
+#
+#     order        the collectives of a group run one after the other, whichever streams call them,
+#                  and one thread at a time may call them
+#     CUDA graphs  cannot hold them, since the host asks which have ended
+#     tensors      with gaps are copied, and not refused
+#     AVG          divides the sum, so fp16 may overflow where NCCL's, which divides first, does not
+#     reduce       changes only the root's tensor
+#     broadcast    has a default for the root, global rank 0, and so has reduce
+#     all_gather   takes unequal lengths, also on gloo
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
@@ -667,13 +971,12 @@ def all_gather_single(output, input, group=None, async_op=False):
     check_fits(output, input, P * input.numel())
 
     def plan(output, input):
-        name, segments, options = choose_segments(work, output.nbytes)
+        name, segments, options = choose_segments(output.nbytes, *work.network)
         _, all_gather = PHASES[name]
         chunks = output.chunk(P)
-        if chunks[rank].data_ptr() != input.data_ptr():  # else the caller has put it there
+        if chunks[rank].data_ptr() != input.data_ptr():  # else `input` is this chunk of `output`
             chunks[rank].copy_(input)
-        cut_chunks = [cut_aligned(chunk, segments) for chunk in chunks]  # [rank][segment]
-        return [all_gather(parts, rank, **options) for parts in zip(*cut_chunks)]
+        return [all_gather(parts, rank, **options) for parts in segments_of(chunks, segments)]
 
     return launch(work, plan, [output], [input], partial(call_backend, work))
 
@@ -687,13 +990,12 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     check_fits(output, input, input.numel() / P)
 
     def plan(output, input):
-        name, segments, options = choose_segments(work, input.nbytes)
+        name, segments, options = choose_segments(input.nbytes, *work.network)
         reduce_scatter, _ = PHASES[name]
         outputs = cut_aligned(output, segments)
-        cut_chunks = [cut_aligned(chunk, segments) for chunk in input.chunk(P)]  # [rank][segment]
         return [
             reduce_scatter(parts, output, combine, rank, **options)
-            for parts, output in zip(zip(*cut_chunks), outputs)
+            for parts, output in zip(segments_of(input.chunk(P), segments), outputs)
         ]
 
     return launch(work, plan, [output], [input], partial(call_backend, work))
@@ -702,8 +1004,7 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
     """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
 
-    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers). AVG divides
-        the sum, so fp16 may overflow where NCCL's AVG, which divides first, would not
+    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
     algorithm: a name from the table under "all-reduce", "hierarchical", or "auto": what choose()
         returns
     """
@@ -719,7 +1020,7 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
 
     def plan(output, input=None):
         name, segments, options = choose_segments(
-            work, output.nbytes, both_phases=True, name=algorithm
+            output.nbytes, *work.network, both_phases=True, name=algorithm
         )
         outputs = cut_aligned(output, segments, P * ALIGNMENT)  # so that their chunks are aligned
         inputs = outputs if input is None else cut_aligned(input, segments, P * ALIGNMENT)
@@ -763,7 +1064,7 @@ def all_to_all_single(
 ):
     """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
 
-    *_split_sizes: the number of rows (dim 0) in each rank's piece; None means equally many
+    *_split_sizes: the number of rows (dim 0) in each rank's piece; None or [] means equally many
     """
     work = Work("all_to_all_single", group, output, async_op)
     rank = work.rank
@@ -785,7 +1086,7 @@ def all_to_all_single(
 
 
 def _split_sizes(tensor, rows_of_ranks, world_size):
-    """Convert each rank's number of rows (None: equally many) to its number of elements."""
+    """Convert each rank's number of rows (None or []: equally many) to its number of elements."""
     rows = tensor.shape[0]
     sizes = rows_of_ranks or [rows // world_size] * world_size
     if len(sizes) != world_size or sum(sizes) != rows:
@@ -872,90 +1173,33 @@ def one_per_rank(work, tensors):
     return tensors
 
 
-# ---- a collective in its turn --------------------------------------------------------------------
-
-
-def launch(work, plan, outputs, inputs=(), backend=None):
-    """Run a collective in its turn. Return its Work if it is asynchronous.
-
-    plan: a function of all outputs and inputs, flat, which returns the algorithms to run
-    backend: a function of the same tensors, which calls the backend's own collective
-    """
-    tensors = (*outputs, *inputs)
-
-    def run():
-        try:
-            flat = [flat_memory(tensor) for tensor in tensors]
-            if backend and work.members.uses_backend:
-                backend(*flat)
-            else:
-                take_turns(plan(*flat), work)
-            if work.op == ReduceOp.AVG and outputs:
-                flat[0].div_(work.world_size)  # the only output: the sum
-            for output, result in zip(outputs, flat):
-                if not is_memory(output):  # then the result is in a copy
-                    output.detach().copy_(result.view(output.shape))
-        finally:
-            work.tell("end")
-
-    # Ranks may take different branches: each posts the group's messages in the order of its calls.
-    queue = work.queue
-    work.tell("begin")
-    if work.async_op and work.world_size > 1:
-        work.pending = queue.submit(run, tensors)
-    elif queue.last.is_completed():  # nothing is pending, so its turn has come
-        run()
-        queue.note_launch()
-    else:  # it waits for its turn, and the caller for it
-        queue.submit(run, tensors).finish()
-    return work if work.async_op else None
-
-
-def flat_memory(tensor):
-    """Return the tensor, flat and without its graph, or a copy if is_memory() is false."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
-
-
-def take_turns(segments, work):
-    """Run the algorithms of all segments. The one that posted its messages first continues first.
-
-    All ranks keep this order, so each receives messages in the order in which its peer sends them.
-    """
-    waiting = deque(segments)
-    under_way = deque()  # (algorithm, function that waits for its messages)
-    while waiting or under_way:
-        if waiting and len(under_way) < work.queue.window:
-            algorithm = waiting.popleft()
-        else:
-            algorithm, wait = under_way.popleft()
-            wait()
-            wait = None  # frees the batch's tensors
-        step = next(algorithm, None)
-        if step is not None:
-            under_way.append((algorithm, post(work, *step)))
-            step = None
-
-
-# ---- an operation, and who listens to it ---------------------------------------------------------
+# ---- runtime: a call in its turn -----------------------------------------------------------------
+#
+# A group's collectives run one by one, and read their inputs when their turn comes. All ranks must
+# call them in one order. Those with async_op, and those that are called while others are pending,
+# go to the group's queue:
+#
+#     caller    all_reduce(async_op=True)    computes something else    wait()    uses the sum
+#     queue                 messages, sums, messages, sums ...
+#
+# For gloo the queue is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA
+# stream, whose kernels run beside those of the caller's stream, and wait() makes the caller's
+# stream wait.
 
 # A task in a queue: finish() waits for it, and is_completed() tells whether it has ended.
 Pending = namedtuple("Pending", "finish is_completed")
 DONE = Pending(lambda: None, lambda: True)
 
-# It is global because autograd may call collectives in its own threads, which do not see the
-# caller's context variables.
-_LISTENERS = []
-
 
 class Work:
-    """One call that sends messages. Its caller may wait for it, and listeners hear of it.
+    """One call that sends messages. Its caller may wait for it.
 
-    name: of the function, such as "all_reduce"; group: its process group
+    name: of the function, such as "all_reduce"; group: its process group; op: its ReduceOp
     rank, world_size: of this process in the group; ranks: the global ranks of the group's members
-    async_op: whether the call may return before the messages are complete; op: its ReduceOp
-    of: if the name is "wait", the Work that is waited for
+    async_op: whether the call may return before the messages are complete
     members: the group's Membership; queue: the one for the tensor's device
     pending: the task in this queue that wait() finishes
+    listeners, of: see observe()
     """
 
     pending = DONE
@@ -970,7 +1214,12 @@ class Work:
         self.rank, self.world_size = self.members.place
         self.ranks = self.members.ranks
         self.queue = self.members.queue_for(self.group, tensor)
-        self.listeners = tuple(_LISTENERS)
+        self.listeners = tuple(LISTENERS)
+
+    @property
+    def network(self):
+        """What choose() asks about a group: its size, the ranks per node, whether it uses NCCL."""
+        return self.world_size, self.members.ranks_per_node, self.queue.on_nccl
 
     def tell(self, event, *messages):
         """Tell the listeners of an event. observe() lists the events."""
@@ -979,14 +1228,8 @@ class Work:
 
     def wait(self):
         """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
-        waiting = Work("wait", self.group)  # an operation of its own, which listeners may time
-        waiting.of = self
-        waiting.listeners = self.listeners
-        waiting.tell("begin")
-        try:
+        with told_as_wait(self):
             self.pending.finish()
-        finally:
-            waiting.tell("end")
         self.pending = DONE  # let go of the tensors
 
     def is_completed(self):
@@ -994,80 +1237,89 @@ class Work:
         return self.pending.is_completed()
 
 
-@contextmanager
-def observe(listener):
-    """Call listener(event, work, ...) for operations that begin in the block, and for their waits:
+def launch(work, plan, outputs, inputs=(), backend=None):
+    """Run a collective at once, or in the group's queue. Return its Work if it is asynchronous.
 
-    begin                     once the call has checked its arguments, in the caller's thread
-    post, sends, receives     before messages [(tensor, peer in the group)] are posted
-    backend                   before the backend's own collective runs in their place
-    end                       on completion (on NCCL: launch) or failure
+    Ranks may differ in which of the two they do. Both keep the order of the calls, so each rank
+    posts the group's messages in the same order.
 
-    Events after "begin" may come from another thread. A wait() is an operation, too. With
-    async_op=False an operation blocks its caller from begin to end. An asynchronous exchange() ends
-    in its wait(), or where posting its messages fails. Of plain_exchange() only "post" is told.
+    plan: a function of all outputs and inputs, flat, which returns the algorithms to run
+    backend: a function of the same tensors, which calls the backend's own collective
     """
-    _LISTENERS.append(listener)
+    task = partial(run, work, plan, outputs, inputs, backend)
+    with only_caller(work):
+        work.tell("begin")
+        queue = work.queue
+        if (work.async_op and work.world_size > 1) or not queue.last.is_completed():
+            work.pending = queue.submit(task, (*outputs, *inputs))
+        else:  # nothing is pending: other calls that ran at once have ended
+            task()
+            queue.note_launch()
+    if work.async_op:
+        return work
+    work.pending.finish()  # if the queue has it
+    return None
+
+
+def run(work, plan, outputs, inputs, backend):
+    """Run a collective on flat, contiguous tensors, and copy what they hold to the outputs."""
     try:
-        yield
+        flat = [flat_memory(tensor) for tensor in (*outputs, *inputs)]
+        if backend and work.members.uses_backend:
+            backend(*flat)
+        else:
+            take_turns(plan(*flat), work)
+        if work.op == ReduceOp.AVG and outputs:
+            flat[0].div_(work.world_size)  # the only output: the sum
+        for output, result in zip(outputs, flat):
+            if not is_memory(output):  # then the result is in a copy
+                output.detach().copy_(result.view(output.shape))
     finally:
-        _LISTENERS.remove(listener)
+        work.tell("end")
 
 
-def report_plain_exchange(sends, receives, group):
-    """Tell listeners of the messages. RuntimeError if the group's thread may be sending, too.
+def flat_memory(tensor):
+    """Return the tensor, flat and without its graph, or a copy if is_memory() is false."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
 
-    Messages of both could arrive in place of one another. On NCCL they keep the order of launches.
+
+def take_turns(algorithms, work):
+    """Run algorithms side by side. The one that posted its messages first continues first.
+
+    All ranks keep this order, so each receives messages in the order in which its peer sends them.
     """
-    tensor, _ = (sends or receives)[0]
-    work = Work("plain_exchange", group, tensor)
-    if not (work.queue.on_nccl or work.queue.last.is_completed()):
-        pending = "plain_exchange() while operations of its group are pending"
-        raise RuntimeError(f"{pending}: call exchange(), or wait() for them")
-    work.tell("post", sends, receives)
+    waiting = deque(algorithms)
+    under_way = deque()  # (algorithm, function that waits for its messages)
+    while waiting or under_way:
+        if waiting and len(under_way) < work.queue.window:
+            algorithm = waiting.popleft()
+        else:
+            algorithm, await_messages = under_way.popleft()
+            await_messages()
+            del await_messages  # it holds the tensors of a batch that is complete
+        step = next(algorithm, None)
+        if step is not None:
+            under_way.append((algorithm, post(work, *step)))
+        del step  # it holds tensors, too
 
 
-class Traffic:
-    """The payload that this rank has sent."""
-
-    def __init__(self):
-        self.sent = []  # (operation's name, group, peer in the group, bytes) of every message
-
-    def bytes(self, operation=None, group=None, peers=None):
-        """Sum the bytes sent in `group` to `peers` by operations of this name. None means all."""
-        sent = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
-        return sum(nbytes for *_, peer, nbytes in sent if peers is None or peer in peers)
-
-
-@contextmanager
-def count_bytes():
-    """Count what this rank sends in operations begun inside: `with count_bytes() as traffic:`"""
-    traffic = Traffic()
-
-    def listen(event, work, sends=(), receives=()):
-        if event == "backend":
-            raise RuntimeError(f"nobody counts the bytes of the backend's own {work.name}")
-        for tensor, peer in sends:
-            traffic.sent.append((work.name, work.group, peer, tensor.nbytes))
-
-    with observe(listen):
-        yield traffic
-
-
-# ---- messages ------------------------------------------------------------------------------------
+# ---- runtime: messages ---------------------------------------------------------------------------
 #
 # Collectives call post(). exchange() is for messages of other files: pipeline.py sends activations
 # and gradients to the next stage by it, sequence_parallel.py keys and values around a ring.
+#
+# On NCCL, a group that was made without a device_id connects in its first batch. All its ranks must
+# take part in this batch, or it hangs: in exchange(), or if all_to_all_single() moves rows of some
+# ranks only.
 
 
 def exchange(sends, receives, group=None, async_op=False):
     """Do what plain_exchange() does, faster, and also in a group that is busy.
 
-    Pending collectives of the group complete first. On gloo a message larger than its receiver's
-    tensor aborts the process. On NCCL a group that was made without a device_id connects in its
-    first batch, in which all its ranks must then take part. A RuntimeError names the failed peer.
-    With async_op=True this returns a Work to wait() for. Otherwise it returns when the messages are
-    complete, or on NCCL when the current stream has been told to wait for them.
+    Pending collectives of the group complete first; later ones do not wait for it. On gloo a
+    message larger than its receiver's tensor aborts the process. A RuntimeError names the failed
+    peer. With async_op=True this returns a Work to wait() for. Otherwise it returns when the
+    messages are complete, or on NCCL when the current stream has been told to wait for them.
     """
     require_memory(sends, receives)
     tensor = (sends or receives)[0][0] if sends or receives else None
@@ -1076,7 +1328,8 @@ def exchange(sends, receives, group=None, async_op=False):
     try:
         with suppress(Exception):  # an error of a pending collective is raised by its own wait()
             work.queue.last.finish()
-        await_messages = post(work, sends, receives)
+        with only_caller(work):
+            await_messages = post(work, sends, receives)
     except BaseException:
         work.tell("end")
         raise
@@ -1094,7 +1347,27 @@ def exchange(sends, receives, group=None, async_op=False):
     return work
 
 
-MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
+def is_memory(tensor):
+    """Return whether a message can hold the tensor as it lies in memory: without gaps, in order."""
+    # PyTorch conjugates and negates some tensors only when they are read
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def require_memory(sends, receives):
+    """Raise ValueError if is_memory() is false for a tensor of these messages."""
+    for tensor, peer in (*sends, *receives):
+        if not is_memory(tensor):
+            what = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            view = ", conjugated or negated" if tensor.is_contiguous() else ""
+            raise ValueError(f"not contiguous: a message to or from rank {peer} is of {what}{view}")
+
+
+def not_empty(messages):
+    """Return the messages that have elements, since others are not sent."""
+    return [(tensor, peer) for tensor, peer in messages if tensor.numel()]
+
+
+MOST_PEERS = 128  # in one batch, since a batch of more than 256 messages may hang on NCCL
 
 
 def post(work, sends, receives):
@@ -1109,8 +1382,8 @@ def post(work, sends, receives):
             others()
 
         return finish
-    sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
-    receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
+    sends = not_empty(sends)
+    receives = not_empty(receives)
     if not sends and not receives:
         return lambda: None
     work.tell("post", sends, receives)
@@ -1183,7 +1456,11 @@ def _post_through_host(work, sends, receives):
     return finish
 
 
-# ---- a group and its queue -----------------------------------------------------------------------
+# ---- runtime: a group and its queue --------------------------------------------------------------
+#
+# submit(task, tensors) gives a queue a task, and returns it as Pending; `last` is the last one.
+# note_launch() follows messages that did not go through the queue. `window` is how many algorithms
+# take_turns() has under way.
 
 # {process group: its Membership}. It is global because no attribute can be set on a process group.
 _MEMBERSHIPS = weakref.WeakKeyDictionary()
@@ -1195,6 +1472,7 @@ class Membership:
 
     place: (this rank in the group, the group's size); ranks: the global ranks of its members
     ranks_per_node: see set_ranks_per_node(); uses_backend: see set_backend_collectives()
+    calling: a lock, see only_caller()
     queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
     device: where barrier() and gather_objects() make their tensors; the CPU if the group has gloo
     """
@@ -1204,6 +1482,7 @@ class Membership:
         self.ranks = dist.get_process_group_ranks(group)
         self.ranks_per_node = len(self.ranks)
         self.uses_backend = False
+        self.calling = threading.Lock()
         self.queues = {}
         self.thread = _Thread(group)
         self.device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
@@ -1231,69 +1510,40 @@ def membership(group, caller):
     return members
 
 
-class _Stream:
-    """The queue of a group on NCCL: a CUDA stream.
+@contextmanager
+def only_caller(work):
+    """Raise RuntimeError if another thread is calling an operation of the group at this moment.
 
-    The host launches a task and goes on, and the device runs it later. An event marks its end.
-
-    A task's tensors are held until the host has seen this event pass. PyTorch gives the memory of a
-    freed tensor to the next tensor of the caller's stream, whose kernels could write there while
-    the task still reads. They no longer can once finish() has made that stream wait for the event.
-
-    PyTorch keeps the memory of NCCL's messages until the host has seen their end. If the host ran a
-    training step ahead, each message of that step would take new memory. So the host waits while
-    more than AHEAD tasks are unfinished. Ranks that use several groups must therefore use them in
-    the same order, or their hosts could wait for one another.
-
-    launched: [(event, list of tensors)] of the tasks whose end the host has not seen, oldest first.
-        finish() empties the same list of tensors.
+    Ranks could not keep one order of calls, and messages could arrive in place of one another.
     """
+    if not work.members.calling.acquire(blocking=False):
+        raise RuntimeError(f"{work.name}() while another thread calls an operation of its group")
+    try:
+        yield
+    finally:
+        work.members.calling.release()
 
-    on_nccl = True
-    window = 2  # segments under way: one is summed while the other one travels
-    last = DONE  # the last task that was submitted
-    AHEAD = 5  # the peak of ZeRO-3 is then within 15% of what its tensors take
 
-    def __init__(self, device=None):
-        # One for each group and device, since torch's pool holds only 32. Its sums go before the
-        # kernels of a backward pass. NCCL has its own stream for messages.
-        self.device = device
-        self.stream = torch.cuda.Stream(device=device, priority=-1)
-        self.launched = deque()
+def set_ranks_per_node(ranks_per_node, group=None):
+    """Set how many consecutive ranks share a node. A number < P that does not divide P means 1.
 
-    def note_launch(self, held=()):
-        """Mark the end of a task by an event. Wait until at most AHEAD tasks are unfinished."""
-        event = torch.cuda.current_stream(self.device).record_event()
-        self.launched.append((event, held))
-        while self.launched and self.launched[0][0].query():
-            self.launched.popleft()
-        while len(self.launched) > self.AHEAD:
-            oldest, _ = self.launched.popleft()
-            oldest.synchronize()
-        return event
-
-    def submit(self, task, tensors):
-        """Run a task on the side stream. Return it as Pending."""
-        held = list(tensors)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            task()
-            event = self.note_launch(held)
-
-        def finish():
-            torch.cuda.current_stream(self.device).wait_event(event)
-            held.clear()  # what reuses their memory on this stream runs after the event
-
-        self.last = Pending(finish, event.query)
-        return self.last
+    All ranks must pass the same number, or they would choose unlike algorithms. For nodes of
+    different numbers of ranks it is their greatest common divisor. Without this call all ranks of a
+    group count as one node, which is slow between nodes of GPUs.
+    """
+    if ranks_per_node < 1:
+        raise ValueError(f"{ranks_per_node=} is not positive")
+    members = membership(group, "set_ranks_per_node")
+    ranks = min(ranks_per_node, len(members.ranks))
+    members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
 
 
 class _Thread:
     """The queue of a group on gloo: a thread that ends when the group or Python does."""
 
     on_nccl = False
-    window = 4  # segments under way; 3 of 1 MB took up to 1.6 times gloo's time for 8 to 64 MB
-    last = DONE  # the last task that was submitted
+    window = 4  # 3 segments of 1 MB took up to 1.6 times gloo's time for 8 to 64 MB
+    last = DONE
 
     def __init__(self, group):
         self.tasks = SimpleQueue()
@@ -1337,290 +1587,72 @@ class _Thread:
         return self.last
 
 
-# ---- the choice of an algorithm ------------------------------------------------------------------
-#
-# Every step costs time, and so does every byte, so short tensors are quickest with few steps, and
-# long ones with few bytes. choose() takes the algorithm with the least
-#
-#     steps * (the bytes that travel in the time of a step) + bytes sent
-#
-# The constants are fixed, not measured at start-up, so that results do not depend on timing. They
-# were measured for gloo with 2 to 8 ranks on 2 cores, and estimated for NCCL.
-
-NCCL_STEP_BYTES = 1 << 22  # a batch takes the host 60 us, in which 400 Gbit/s carry 3 MB or more
-GLOO_STEP_BYTES = 1 << 17  # a step takes 0.1 ms, and a machine's memory carries 1 to 2 GB/s
-GLOO_STEP_BYTES_BETWEEN_NODES = 1 << 14  # 0.1 ms at 1 Gbit/s
-ONE_STEP_BYTES = 1 << 16  # NCCL in one node: shorter tensors take naive's 1 step, not direct's 2
-LONG_BYTES = 1 << 21  # gloo: longer tensors take segments, which fit a core's cache
+# A task on a stream: the event at its end, and a list of the tensors that it holds.
+_Launched = namedtuple("_Launched", "event held")
 
 
-def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
-    """Return (steps, bytes that a rank sends) of an all-reduce, exact if all chunks are equal."""
-    D = nbytes
-    P = world_size
-    nodes = P // ranks_per_node
-    if P == 1:
-        return 0, 0
-    rounds = P.bit_length() - 1
-    power = 1 << rounds
-    if algorithm in DOUBLINGS and rank >= power:
-        return 2, D  # another rank computes for this one: the tensor goes there, the sum comes back
-    extra = rank + power < P  # whether this rank computes for another one
-    least = all_reduce_bytes(D, P)
-    return {
-        "naive": (1, (P - 1) * D),
-        "direct": (2, least),
-        "ring": (2 * (P - 1), least),
-        "recursive_doubling": (rounds + 2 * extra, (rounds + extra) * D),
-        "halving_doubling": (2 * rounds + 2 * extra, all_reduce_bytes(D, power) + extra * D),
-        "hierarchical": (2 * (nodes - 1) + 2 * (ranks_per_node > 1), least),
-    }[algorithm]
+class _Stream:
+    """The queue of a group on NCCL: a CUDA stream.
 
+    The host launches a task and goes on, and the device runs it later. An event marks its end.
 
-@lru_cache(1 << 12)  # the sizes of a training step recur in the next one
-def choose(nbytes, world_size, ranks_per_node, on_nccl, both_phases=False):
-    """Return the name of the quickest algorithm for an all-reduce, or for one of its two phases.
+    A task's tensors are held until the host has seen this event pass. PyTorch gives the memory of a
+    freed tensor to the next tensor of the caller's stream, whose kernels could write there while
+    the task still reads. They no longer can once that stream waits for the event. So finish() also
+    lets go of the tensors, if it is called on the stream on which the task was submitted.
 
-    both_phases: False means a reduce-scatter or an all-gather alone
-    """
-    nodes = world_size // ranks_per_node
-    if world_size == 1 or (on_nccl and nodes == 1):  # a copy, or P-1 messages that leave at once
-        return "naive" if both_phases and nbytes < ONE_STEP_BYTES else "direct"
-    names = ["ring"]
-    if 1 < nodes < world_size:
-        names.append("hierarchical")
-    if on_nccl or nbytes < LONG_BYTES:  # on gloo, those below are for tensors without segments
-        if both_phases:
-            names += DOUBLINGS
-        elif world_size.bit_count() == 1:  # one phase has no extra ranks, so P is a power of two
-            names.append("halving_doubling")
-        elif not on_nccl:
-            names.append("direct")
-    step_bytes = NCCL_STEP_BYTES if on_nccl else GLOO_STEP_BYTES
-    if nodes > 1 and not on_nccl:
-        step_bytes = GLOO_STEP_BYTES_BETWEEN_NODES
+    PyTorch keeps the memory of NCCL's messages until the host has seen their end. If the host ran a
+    training step ahead, each message of that step would take new memory. So the host waits while
+    more than AHEAD tasks are unfinished. Ranks that use several groups must therefore use them in
+    the same order, or their hosts could wait for one another.
 
-    def cost(name):  # for one phase it is half of this, for all names
-        steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
-        if name == "hierarchical":
-            sent //= ranks_per_node  # about the bytes that leave the node
-        return steps * step_bytes + sent
-
-    return min(names, key=cost)
-
-
-def set_ranks_per_node(ranks_per_node, group=None):
-    """Set how many consecutive ranks share a node. A number < P that does not divide P means 1.
-
-    All ranks must pass the same number, or they would choose unlike algorithms. For nodes of
-    different numbers of ranks it is their greatest common divisor. Without this call all ranks of a
-    group count as one node, which is slow between nodes of GPUs.
-    """
-    members = membership(group, "set_ranks_per_node")
-    ranks = min(ranks_per_node, len(members.ranks))
-    members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
-
-
-# ---- segments ------------------------------------------------------------------------------------
-#
-# A long tensor is cut into segments, each with a generator of its own. One segment is summed while
-# the next ones travel. This bounds scratch memory, too: a ring on gloo takes at most 16 MB, direct
-# on NCCL 128 MB, hierarchical on gloo 8 MB for each rank of the group. Algorithms that are not cut
-# take what the tables say: the doublings, and on NCCL the ring.
-
-SEGMENT = 1 << 21  # gloo: bytes of a chunk that travel in one message, see also `window`
-DIRECT_BYTES = 1 << 26  # NCCL: the longest segment of a full tensor; its parts take as much scratch
-ALIGNMENT = 128  # bytes; a GPU reads 128 at once
-
-
-def choose_segments(work, nbytes, both_phases=False, name="auto"):
-    """Return (name, number of segments, keyword arguments) of a collective's algorithm."""
-    P = work.world_size
-    on_nccl = work.queue.on_nccl
-    ranks_per_node = work.members.ranks_per_node
-    if name == "auto" or P == 1:
-        name = choose(nbytes, P, ranks_per_node, on_nccl, both_phases)
-    options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
-    if name in ("direct", "hierarchical") or (name == "ring" and not on_nccl):
-        segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
-        return name, max(1, math.ceil(nbytes / segment_bytes)), options
-    # On gloo choose() takes these only for short tensors, on NCCL segments would gain little, and
-    # halving_doubling needs the chunks of a whole tensor side by side, see _joined().
-    return name, 1, options
-
-
-def cut_aligned(flat, parts, unit=ALIGNMENT):
-    """Cut a flat tensor into parts, each of which begins at a multiple of `unit` bytes.
-
-    10 x 128 bytes become four parts of 2, 3, 2 and 3 x 128 bytes. Parts may be empty.
-    """
-    if parts == 1:
-        return [flat]
-    elements = unit // flat.itemsize
-    units = math.ceil(len(flat) / elements)
-    return flat.tensor_split([units * part // parts * elements for part in range(1, parts)])
-
-
-# ---- more algorithms: any number of ranks, and nodes ---------------------------------------------
-#
-# With nodes of L ranks each, messages inside a node are quicker than those between nodes:
-#
-#                          how                                   a rank sends   steps       scratch
-#     hierarchical         direct in nodes, rings across them   2(P-1)/P D      2 P/L       D + D/P
-#
-# Of the bytes that a rank sends in one of its phases, (L-1)/L D stay in its node and (P/L-1)/P D
-# leave it. Steps and scratch are those for L > 1.
-
-
-def all_reduce_segment(name, output, input, combine, rank, P, **options):
-    """Do what _all_reduce() does for any P, in aligned chunks, and on a GPU with few kernels."""
-    if name in DOUBLINGS and P.bit_count() > 1:
-        yield from _with_extra_ranks(name, output, input, combine, rank, P)
-    elif name == "recursive_doubling":
-        yield from _recursive_doubling(output, input, combine, rank, P)
-    elif name == "naive":
-        yield from reduce_directly([input] * P, output, combine, rank)
-    else:
-        reduce_scatter, all_gather = PHASES[name]
-        chunks = cut_aligned(output, P)
-        yield from reduce_scatter(cut_aligned(input, P), chunks[rank], combine, rank, **options)
-        yield from all_gather(chunks, rank, **options)
-
-
-def _with_extra_ranks(name, output, input, combine, rank, P):
-    """Run a doubling algorithm among the first 2^k of P ranks, for the largest 2^k <= P.
-
-    Each rank r beyond these sends its tensor to rank r - 2^k, which adds it to its own beforehand,
-    in D more bytes of scratch memory, and sends the sum back at the end.
-    """
-    power = 1 << (P.bit_length() - 1)
-    if rank >= power:
-        yield [(input, rank - power)], []
-        yield [], [(output, rank - power)]
-        return
-    extra_rank = rank + power
-    if extra_rank < P:
-        received = torch.empty_like(input)
-        yield [], [(received, extra_rank)]
-        input = combine(input, received, out=received)
-    yield from all_reduce_segment(name, output, input, combine, rank, power)
-    if extra_rank < P:
-        yield [(output, extra_rank)], []
-
-
-def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
-    """Reduce-scatter inside nodes of L ranks, then on rings across the P/L nodes, in P/L steps.
-
-    Chunks n L to n L + L - 1 are meant for node n. First each node sums its ranks' chunks for every
-    node, the i-th of them on local rank i. Then the local ranks i of all nodes add these sums on a
-    ring. With L = 2 and two nodes:
-
-        rank       0               1               2               3
-        inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
-        across     c0: 2+3+0+1     c1: 2+3+0+1     c2: 0+1+2+3     c3: 0+1+2+3
-    """
-    P = len(chunks)
-    L = ranks_per_node
-    node, local_rank = divmod(rank, L)
-    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::L]]  # one for each node
-    inside = [
-        reduce_directly(chunks[n * L : n * L + L], sums[n], combine, local_rank)
-        for n in range(P // L)
-    ]
-    yield from _among(range(node * L, node * L + L), inside)
-    across = _ring_reduce_scatter(sums, output, combine, node)
-    yield from _among(range(local_rank, P, L), [across])
-
-
-def _hierarchical_all_gather(chunks, rank, ranks_per_node):
-    """All-gather along rings across nodes, then directly inside each node, in P/L steps."""
-    P = len(chunks)
-    L = ranks_per_node
-    node, local_rank = divmod(rank, L)
-    across = _ring_all_gather(chunks[local_rank::L], node)
-    yield from _among(range(local_rank, P, L), [across])
-    inside = [_direct_all_gather(chunks[n * L : n * L + L], local_rank) for n in range(P // L)]
-    yield from _among(range(node * L, node * L + L), inside)
-
-
-def _among(ranks, algorithms):
-    """Run algorithms of equally many steps together, among `ranks`, which they number from 0."""
-    # zip() would stop when the first one ends, and not resume the others for their last sums
-    for steps in zip_longest(*algorithms):
-        sends, receives = [], []
-        for outgoing, arriving in steps:
-            sends += [(tensor, ranks[number]) for tensor, number in outgoing]
-            receives += [(tensor, ranks[number]) for tensor, number in arriving]
-        yield sends, receives
-
-
-# ---- sums ----------------------------------------------------------------------------------------
-
-_REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
-    ReduceOp.SUM: (torch.add, torch.sum),
-    ReduceOp.AVG: (torch.add, torch.sum),  # launch() divides at the end
-    ReduceOp.PRODUCT: (torch.mul, torch.prod),
-    ReduceOp.MIN: (torch.minimum, torch.amin),
-    ReduceOp.MAX: (torch.maximum, torch.amax),
-}
-
-
-class Reduction:
-    """What algorithms call as combine(a, b, out=...), for a ReduceOp.
-
-    rows: reduces the rows of a matrix, by rows(matrix, 0, out=...)
-    scratch: matrices whose rows have been reduced, which the operation's next segments reuse
+    launched: the tasks whose end the host has not seen, oldest first
     """
 
-    def __init__(self, op, dtype):
-        if op not in _REDUCTIONS:
-            raise ValueError(f"op={op} is not supported; SUM, AVG, PRODUCT, MIN and MAX are")
-        if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"op=AVG of {dtype}: the mean may be no integer")
-        self.pair, self.rows = _REDUCTIONS[op]
-        self.scratch = []
+    on_nccl = True
+    window = 2  # one segment is summed while the other one travels
+    last = DONE
+    AHEAD = 5  # the peak of ZeRO-3 is then within 15% of what its tensors take
 
-    def __call__(self, a, b, out):
-        return self.pair(a, b, out=out)
+    def __init__(self, device=None):
+        # One for each group and device, since torch's pool holds only 32. Its sums go before the
+        # kernels of a backward pass. NCCL has its own stream for messages.
+        self.device = device
+        self.stream = torch.cuda.Stream(device=device, priority=-1)
+        self.launched = deque()
 
+    def note_launch(self, tensors=()):
+        """Mark the end of a task. Wait until at most AHEAD tasks are unfinished."""
+        event = torch.cuda.current_stream(self.device).record_event()
+        task = _Launched(event, list(tensors))
+        self.launched.append(task)
+        while self.launched and self.launched[0].event.query():
+            self.launched.popleft().held.clear()
+        while len(self.launched) > self.AHEAD:
+            oldest = self.launched.popleft()
+            oldest.event.synchronize()
+            oldest.held.clear()
+        return task
 
-def reduce_directly(chunks, output, combine, rank):
-    """Reduce-scatter in 1 step, on a GPU by one kernel."""
-    reduce_scatter = _reduce_at_once if output.is_cuda else _direct_reduce_scatter
-    return reduce_scatter(chunks, output, combine, rank)
+    def submit(self, task, tensors):
+        """Run a task on the side stream. Return it as Pending."""
+        caller = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            task()
+            launched = self.note_launch(tensors)
 
+        def finish():
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(launched.event)
+            if current == caller:
+                launched.held.clear()
 
-def _reduce_at_once(chunks, output, combine, rank):
-    """Do what _direct_reduce_scatter() does, on a GPU, with one kernel. It rounds 16-bit sums once.
-
-    Each kernel reads and writes memory, and costs the host a launch. So the parts arrive as rows of
-    a matrix, which one kernel reduces, and not P-1 kernels.
-    """
-    if len(chunks) == 1:
-        output.copy_(chunks[0])
-        return
-    if combine.scratch:
-        matrix = combine.scratch.pop()
-    else:
-        # Rows hold whole units: one more for a rest, and one more since the segments that reuse the
-        # matrix may have chunks of one unit more, see cut_aligned().
-        unit = ALIGNMENT // output.itemsize
-        matrix = output.new_empty(len(chunks), (len(output) // unit + 2) * unit)
-    rows = matrix[:, : len(output)]  # row r: from rank r
-    yield from _pairwise(chunks, rows.unbind(), rank)
-    rows[rank].copy_(chunks[rank])
-    combine.rows(rows, 0, out=output)
-    combine.scratch.append(matrix)  # NCCL writes there only after the kernel has read it
-
-
-PHASES = _PLAIN_PHASES | {  # name: (reduce-scatter, all-gather)
-    "direct": (reduce_directly, _direct_all_gather),
-    "hierarchical": (_hierarchical_reduce_scatter, _hierarchical_all_gather),
-}
-ALGORITHMS = ("naive", "recursive_doubling", *PHASES)
+        self.last = Pending(finish, launched.event.query)
+        return self.last
 
 
-# ---- the backend's own collectives ---------------------------------------------------------------
+# ---- runtime: the backend's own collectives ------------------------------------------------------
 
 
 def set_backend_collectives(group=None):
@@ -1633,7 +1665,7 @@ def set_backend_collectives(group=None):
 
 
 def call_backend(work, *tensors, **options):
-    """Call the backend's own collective in the place of ours. For AVG, launch() divides its sum."""
+    """Call the backend's own collective in the place of ours. For AVG, run() divides its sum."""
     work.tell("backend")
     if work.op is not None:
         options["op"] = ReduceOp.SUM if work.op == ReduceOp.AVG else work.op
@@ -1647,6 +1679,106 @@ def backend_function(name):
         "reduce_scatter_single": "reduce_scatter_tensor",
     }
     return getattr(dist, name if hasattr(dist, name) else older[name])
+
+
+# ---- runtime: listeners --------------------------------------------------------------------------
+#
+# Tests and the demonstrations compare the bytes that are sent with those that a formula claims, and
+# tools draw a timeline. Nothing else needs this section.
+
+# It is global because autograd may call collectives in its own threads, which do not see the
+# caller's context variables.
+LISTENERS = []
+
+
+@contextmanager
+def observe(listener):
+    """Call listener(event, work, ...) for operations that begin in the block, and for their waits:
+
+    begin                     once the call has checked its arguments, in the caller's thread
+    post, sends, receives     before messages [(tensor, peer in the group)] are posted
+    backend                   before the backend's own collective runs in their place
+    end                       on completion (on NCCL: launch) or failure
+
+    Events after "begin" may come from another thread. With async_op=False an operation blocks its
+    caller from begin to end. An asynchronous exchange() ends in its wait(), or where posting its
+    messages fails. A wait() is an operation, too: a Work with the name "wait", whose attribute `of`
+    is the Work that is waited for. Of plain_exchange() only "post" is told.
+    """
+    LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        LISTENERS.remove(listener)
+
+
+@contextmanager
+def told_as_wait(work):
+    """Tell the listeners of `work` when its caller begins to wait for it, and when it ends."""
+    waiting = Work("wait", work.group)
+    waiting.of = work
+    waiting.listeners = work.listeners
+    waiting.tell("begin")
+    try:
+        yield
+    finally:
+        waiting.tell("end")
+
+
+class Traffic:
+    """The payload that this rank has sent."""
+
+    def __init__(self):
+        self.sent = []  # (operation's name, group, peer in the group, bytes) of every message
+
+    def bytes(self, operation=None, group=None, peers=None):
+        """Sum the bytes sent in `group` to `peers` by operations of this name. None means all."""
+        sent = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
+        return sum(nbytes for *_, peer, nbytes in sent if peers is None or peer in peers)
+
+
+@contextmanager
+def count_bytes():
+    """Count what this rank sends in operations begun inside: `with count_bytes() as traffic:`"""
+    traffic = Traffic()
+
+    def listen(event, work, sends=(), receives=()):
+        if event == "backend":
+            raise RuntimeError(f"nobody counts the bytes of the backend's own {work.name}")
+        for tensor, peer in sends:
+            traffic.sent.append((work.name, work.group, peer, tensor.nbytes))
+
+    with observe(listen):
+        yield traffic
+
+
+def _told_and_checked(exchange):
+    """Let listeners hear of plain_exchange(), and let it refuse what would go wrong in silence.
+
+    Tensors with gaps raise ValueError. On gloo, pending operations of the group raise RuntimeError,
+    because messages of both could arrive in place of one another.
+    """
+
+    @wraps(exchange)
+    def told(sends, receives, group=None):
+        require_memory(sends, receives)
+        sends = not_empty(sends)
+        receives = not_empty(receives)
+        if not sends and not receives:
+            return
+        tensor, _ = (sends or receives)[0]
+        work = Work("plain_exchange", group, tensor)
+        if not (work.queue.on_nccl or work.queue.last.is_completed()):
+            pending = "plain_exchange() while operations of its group are pending"
+            raise RuntimeError(f"{pending}: call exchange(), or wait() for them")
+        work.tell("post", sends, receives)
+        exchange(sends, receives, group)
+
+    return told
+
+
+# plain_run() and ring_all_reduce() call it by its name, so from here on they call this one.
+plain_exchange = _told_and_checked(plain_exchange)
 
 
 # ==== for the demonstrations and the other files ==================================================

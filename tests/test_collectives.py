@@ -412,6 +412,31 @@ def test_the_algorithms_of_a_root_run_plainly_and_do_what_the_calls_do():
             assert torch.equal(found[0], _normal(32, dtype=torch.float32, seed=root))
 
 
+UPPER = [("halving_doubling", 3, 3), ("hierarchical", 4, 2)]
+
+
+@pytest.mark.parametrize("name, P, ranks_per_node", UPPER)
+@on_ranks(lambda P, **_: P)
+def test_the_algorithms_of_the_upper_floor_run_plainly_too(name, P, ranks_per_node):
+    rank, _ = rank_and_size()
+    everyone = _integers(P, 100, dtype=torch.float32)
+    output = torch.zeros(100)
+    options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
+    arguments = output, everyone[rank], torch.add, rank, P
+    collectives.plain_run(collectives.all_reduce_segment(name, *arguments, **options))
+    _same(output, everyone.sum(0))
+
+
+def test_halving_and_doubling_refuse_chunks_that_do_not_follow_each_other_in_memory():
+    """They would send what lies between them. Chunks of one segment of a tensor are such chunks."""
+    chunks = [chunk[:4] for chunk in torch.zeros(64).chunk(4)]
+    for steps in (
+        collectives._halving(chunks, chunks[0], torch.add, 0), collectives._doubling(chunks, 0)
+    ):
+        with pytest.raises(AssertionError, match="gaps between the chunks"):
+            list(steps)
+
+
 def _rings_table():
     """Return what ring_all_reduce() leaves in this rank's three chunks after each step."""
     rank, _ = rank_and_size()
@@ -846,6 +871,29 @@ def test_a_stream_keeps_its_tensors_though_nothing_keeps_or_awaits_the_work(one_
         assert alive() == [False, False, True, True]
         work.wait()
         assert alive() == [False, False, True, False]
+        launch()
+        assert alive() == [False, False, True, False, True]
+        for event in events:
+            event.query.return_value = True
+        all_reduce(torch.ones(4))  # the host sees the end of those that nobody waits for
+        assert not any(alive())
+
+
+def test_a_wait_on_another_stream_frees_no_tensor_that_the_first_stream_could_reuse(one_of):
+    one_of(8)
+    tensor = torch.ones(4)
+    alive = weakref.ref(tensor)
+    with _fake_streams() as (_, _, events):
+        work = all_reduce(tensor, async_op=True)
+        del tensor
+        with patch.object(torch.cuda, "current_stream", Mock()):
+            work.wait()
+        gc.collect()
+        assert alive() is not None
+        for event in events:
+            event.query.return_value = True
+        all_reduce(torch.ones(4))
+        assert alive() is None
 
 
 def test_an_error_of_a_batch_names_the_operation_and_its_peers(one_of):
@@ -1063,6 +1111,36 @@ def test_a_plain_exchange_is_refused_while_operations_of_its_group_are_pending()
         work.wait()
     plain_exchange([(x, peer)], [(received, peer)])
     assert torch.equal(received, x)
+
+
+@on_ranks(2)
+def test_a_call_is_refused_while_another_thread_calls_an_operation_of_the_group():
+    """Otherwise their messages could arrive in place of one another."""
+    x, y, peer = torch.ones(4), torch.ones(4), 1 - dist.get_rank()
+    entered, gate = threading.Event(), threading.Event()
+
+    def listen(event, *_):
+        if event == "post" and threading.current_thread() is not threading.main_thread():
+            entered.set()
+            gate.wait(20)
+
+    with observe(listen):
+        thread = threading.Thread(target=all_reduce, args=(x,))
+        thread.start()
+        assert entered.wait(20)
+        try:
+            for call in (
+                lambda: all_reduce(y),
+                lambda: all_reduce(y, async_op=True),
+                lambda: exchange([(y, peer)], [(y.clone(), peer)]),
+            ):
+                with pytest.raises(RuntimeError, match="while another thread calls an operation"):
+                    call()
+        finally:
+            gate.set()
+            thread.join()
+    all_reduce(x)
+    assert (x == 4).all() and (y == 1).all()
 
 
 def test_two_threads_that_are_the_first_to_use_a_group_get_one_queue(one_of):
@@ -1340,7 +1418,11 @@ def test_errors_name_the_values():
     for error, use, words in [
         *((ValueError, *case) for case in cases),
         (ValueError, lambda: all_reduce(x(2).long(), ReduceOp.AVG), "op=AVG of torch.int64: the"),
+        (ValueError, lambda: all_reduce(x(2) + 1j, ReduceOp.MAX), "complex numbers have no order"),
+        (ValueError, lambda: reduce(x(2) + 1j, op=ReduceOp.MIN), "MIN of torch.complex64: complex"),
         (ValueError, lambda: all_reduce(x(2), algorithm="best"), "algorithm='best' is none of"),
+        (ValueError, lambda: set_ranks_per_node(0), "ranks_per_node=0 is not positive"),
+        (ValueError, lambda: set_ranks_per_node(-2), "ranks_per_node=-2 is not positive"),
         (RuntimeError, lambda: scatter_to_group(x(4, 3), -1), "dim 1"),
         (RuntimeError, lambda: reduce_scatter_to_group(x(3, 4), 0), "dim 0"),
     ]:
@@ -1484,7 +1566,10 @@ NODES += [soak(*row) for row in MORE]
 @on_ranks(lambda P, **_: P)
 def test_every_collective_runs_under_the_rules_of_nccl(P, ranks_per_node, name):
     """The group's first batch is among them. With two elements, most chunks are empty."""
-    forced = lambda *size, phases=1: "ring" if (phases, name) == (1, "recursive_doubling") else name
+
+    def forced(nbytes, world_size, ranks_per_node, on_nccl, both_phases):
+        return name if both_phases or name != "recursive_doubling" else "ring"
+
     groups = [dist.group.WORLD, dist.new_group()]
     with nccl_over_gloo(), patch.multiple(collectives, choose=forced, DIRECT_BYTES=1 << 10):
         for group, async_op in zip(groups, (False, True)):
