@@ -423,7 +423,8 @@ class DistributedDataParallel(nn.Module):
     at all calls finish_grad_sync() instead of backward(). One that has no batch calls
     sync_without_batch() instead of both passes. Both take the optimizer's step, too. A parameter
     that no rank's loss uses gets a zero gradient instead of None, so weight decay and momentum
-    still change it.
+    still change it. Hooks of parameters see this rank's own gradient, so an optimizer that steps in
+    one would let replicas drift apart.
 
     The mean over the ranks is that over the batch if each loss is a mean over equally many
     examples. If ranks have unlike numbers of targets, divide by the number on all ranks, and let
@@ -525,9 +526,8 @@ class DistributedDataParallel(nn.Module):
     def _gradient_ready(self, parameter):
         """Hook that autograd calls after it has accumulated a gradient in parameter.grad."""
         gradient = parameter.grad
-        if gradient is None:  # an optimizer in a hook, say, has stepped with this rank's gradient
-            raise RuntimeError("an earlier hook took .grad away before it was reduced")
-        if gradient.is_sparse or gradient.requires_grad:
+        # it is None if an autograd.Function has returned None for the parameter's first gradient
+        if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
             raise RuntimeError("sparse gradients and create_graph=True are not supported")
         if not self.require_backward_grad_sync:
             self._check_idle()  # a gradient that is added to a sum under way would be lost
