@@ -261,7 +261,7 @@ class GradBucket:
         self.started = None  # frees what it has kept, such as compressed gradients
         for parameter, slot in self.slots.items():
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
-                raise RuntimeError("a hook or a second wrapper took .grad away during its reduction")
+                raise RuntimeError("a hook or a second wrapper took .grad away from its reduction")
         if not self.as_views:
             copy_all([p.grad for p in self.slots], list(self.slots.values()))
 
@@ -426,18 +426,6 @@ class DistributedDataParallel(nn.Module):
     still change it. Hooks of parameters see this rank's own gradient, so an optimizer that steps in
     one would let replicas drift apart.
 
-    The mean over the ranks is that over the batch if each loss is a mean over equally many
-    examples. If ranks have unlike numbers of targets, divide by the number on all ranks, and let
-    gradient_divide_factor=1 add up the gradients:
-
-        counted = (target != -100).sum()  # in all microbatches of the step
-        all_reduce(counted, group=group)
-        loss = F.cross_entropy(logits, target, reduction="sum") / counted
-
-    Then run all backwards of a step but the last in no_sync(), and call zero_grad() after the step.
-    Otherwise a .grad that already holds the sum over the ranks is summed again, and counts P times.
-    (A mean does no harm: the mean of P equal gradients is that gradient.)
-
     Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
     this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
 
@@ -450,7 +438,8 @@ class DistributedDataParallel(nn.Module):
     gradient_as_bucket_view: make .grad a view of its bucket. Sums are not copied back then, and
         after backward() gradients take memory once. A later backward() overwrites a .grad that a
         script has saved without clone().
-    gradient_divide_factor: the divisor of the summed gradients, by default the group's size P.
+    gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
+        it to 1 for losses that add up, see below.
     wait_in_backward: if False, backward() starts reductions and finish_grad_sync() waits for them.
     groups: {parameter: group} for parameters that only a subset of process_group replicates, such
         as those of an expert (expert_parallel.py). The divisor is the same for all parameters.
@@ -634,6 +623,21 @@ class DistributedDataParallel(nn.Module):
 # As in PyTorch, each wrapper orders its own buckets only. If one backward() passes through two
 # wrappers, say of an encoder and a decoder, and autograd may reach them in unlike orders on
 # different ranks, each of them needs a process group of its own.
+
+
+# ---- losses that add up --------------------------------------------------------------------------
+#
+# The mean over the ranks is right if each rank's loss is a mean over equally many examples. If they
+# have unlike numbers of targets, divide by the number on all ranks, so that the losses add up to
+# that of the whole batch, and set gradient_divide_factor=1, so that gradients add up:
+#
+#     counted = (target != -100).sum()  # in all microbatches of the step
+#     all_reduce(counted, group=group)
+#     loss = F.cross_entropy(logits, target, reduction="sum") / counted
+#
+# Run all backwards of a step but the last in no_sync(), and call zero_grad() after the step. Any
+# other backward() also reduces what .grad holds already. If this is the sum of an earlier backward,
+# all P ranks hold it, and it would be added up P times. (A mean would stay as it is.)
 
 
 # ---- another kind of sum -------------------------------------------------------------------------
