@@ -224,6 +224,7 @@ class GradBucket:
     divisor: the number by which each gradient is divided before the sum.
     as_views: whether each slot becomes its parameter's .grad; otherwise sums are copied to .grad.
     missing: the parameters whose gradients are still to come. The Reducer sets it.
+    started: what gradient_sum.start() has returned, until the sum ends.
     """
 
     def __init__(self, parameters, group, divisor, as_views, gradient_sum):
@@ -258,7 +259,7 @@ class GradBucket:
     def end(self):
         """Wait for the sum, and copy it to each .grad that is not a slot."""
         self.gradient_sum.wait(self.started)
-        self.started = None  # frees what it has kept, such as compressed gradients
+        self.started = None  # frees what it holds, such as compressed gradients
         for parameter, slot in self.slots.items():
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
                 raise RuntimeError("a hook or a second wrapper took .grad away from its reduction")
@@ -418,23 +419,29 @@ class DistributedDataParallel(nn.Module):
 
     The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
     backward() that computes the gradient of any parameter also reduces all gradients, except inside
-    no_sync(), which sets require_backward_grad_sync to False. Keep the wrapper until backward has
-    ended: autograd does not, and without it nothing is reduced. A rank whose loss uses no parameter
-    at all calls finish_grad_sync() instead of backward(). One that has no batch calls
-    sync_without_batch() instead of both passes. Both take the optimizer's step, too. A parameter
-    that no rank's loss uses gets a zero gradient instead of None, so weight decay and momentum
-    still change it. Hooks of parameters see this rank's own gradient, so an optimizer that steps in
-    one would let replicas drift apart.
+    no_sync(), which sets require_backward_grad_sync to False. Every rank takes part in a reduction,
+    and in the optimizer's step:
 
-    Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
-    this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
+        a rank without                       calls
+        a parameter that its loss uses       finish_grad_sync() instead of backward()
+        a batch                              sync_without_batch() instead of both passes
+
+    - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
+      momentum still change it.
+    - A rank that evaluates alone calls model.module(x). model(x) may wait for the other ranks, see
+      broadcast_buffers.
+    - Keep the wrapper until backward has ended. Autograd does not, and without it nothing is
+      reduced.
+    - Hooks of parameters see this rank's own gradient. An optimizer that steps in one would let
+      replicas drift apart.
+    - Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
+      this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
 
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
         Large buckets take fewer messages, and small ones leave less to be sent after backward.
     broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, except
         when the previous one ran in no_sync() or no_grad() and no gradients were reduced since. So
-        all ranks must run such a forward pass, also an evaluation, or none. One rank that evaluates
-        alone calls model.module(x); model(x) would wait for the others.
+        all ranks must run such a forward pass, also an evaluation, or none.
     gradient_as_bucket_view: make .grad a view of its bucket. Sums are not copied back then, and
         after backward() gradients take memory once. A later backward() overwrites a .grad that a
         script has saved without clone().
