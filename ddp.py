@@ -680,8 +680,9 @@ class DistributedDataParallel(nn.Module):
 class ReplicatedBuffers:
     """The buffers that a module has when it is wrapped; the first rank's are copied to all ranks.
 
-    may_differ: whether the next forward pass must copy them. The wrapper sets it: after a forward
-        pass that trains, buffers such as running means differ between ranks.
+    may_differ: whether the next forward pass must copy them. The wrapper sets it when PyTorch's
+        does: to True in a forward pass outside of no_sync() and no_grad(), in which buffers such as
+        running means change, and in a reduction; to False in any other forward pass.
     """
 
     def __init__(self, module, group, cap_bytes):
