@@ -6,17 +6,18 @@ all-reduce that averages the gradients over the ranks after each backward pass g
 gradient of the whole batch. All ranks start from the same weights and take the same optimizer step,
 which keeps the replicas equal.
 
-If gradients were reduced only after backward, the links between ranks would be idle until then.
-Backward computes gradients from the last layer to the first, so they are collected in buckets in
-that order, and each bucket is reduced as soon as its last gradient has been computed:
+If gradients were reduced only after backward, the links between ranks would be idle until then. If
+each were reduced as soon as it has been computed, the fixed cost of a message would be paid for
+each. So gradients are collected in buckets, in the order in which backward computes them, from the
+last layer to the first. Each bucket is reduced as soon as its last gradient has been computed:
 
     backward      | layer 4 | layer 3 | layer 2 | layer 1 |
     network                           | bucket 0: 4, 3    | bucket 1: 2, 1    |
 
 A rank holds   all parameters, gradients and optimizer state: 16 bytes per parameter with Adam in
-               fp32, and as many with 16-bit weights (zero.py divides these bytes among ranks).
-               The buckets take the size of the gradients once more, unless gradients are views of
-               them (gradient_as_bucket_view)
+               fp32 (4 + 4 + 8), and as many in mixed precision (2 + 2 + 12, see zero.py, which
+               divides them among ranks). The buckets take the size of the gradients once more,
+               unless gradients are views of them (gradient_as_bucket_view)
 It sends       per step 2 (P-1)/P times the size of its gradients, in one all-reduce per bucket
 Overlap        backward can hide the reduction of every bucket except the last
 PyTorch's      DistributedDataParallel does the same; differences are listed after the class below
@@ -127,7 +128,7 @@ def backward_in_buckets(loss, buckets):
 
 
 def aligned(elements):
-    """Round a number of elements up to a multiple of 64 (ALIGNMENT bytes in a 16-bit dtype)."""
+    """Round a number of elements up to a multiple of 64: ALIGNMENT, 128 bytes, in 16 bits each."""
     return elements + -elements % (ALIGNMENT // 2)
 
 
@@ -160,7 +161,7 @@ class FlatLayout:
 
 
 def copy_all(targets, sources):
-    """Copy each source into its target, with one kernel unless a target is a conjugated view."""
+    """Copy each source into its target, in one call unless a target is a conjugated view."""
     if any(target.is_conj() or target.is_neg() for target in targets):
         for target, source in zip(targets, sources):
             target.copy_(source)
@@ -223,6 +224,7 @@ class GradBucket:
     divisor: the number by which each gradient is divided before the sum.
     as_views: whether each slot becomes its parameter's .grad; otherwise sums are copied to .grad.
     missing: the parameters whose gradients are still to come. The Reducer sets it.
+    started: what gradient_sum.start() has returned, until the sum ends.
     """
 
     def __init__(self, parameters, group, divisor, as_views, gradient_sum):
@@ -248,28 +250,33 @@ class GradBucket:
         if self.as_views:
             parameter.grad = slot
 
-    @torch.no_grad()
-    def sum_gradients(self):
-        """Sum the gradients over the group: a generator, as a sum has two halves.
-
-            sums = bucket.sum_gradients()
-            next(sums, False)    begins the sum and returns True: it is under way
-            ...                  backward goes on, and other buckets begin
-            next(sums, False)    waits for the sum and returns False: it has ended
-        """
+    def begin(self):
+        """Write all gradients into their slots, and begin to sum them over the group."""
         for parameter, slot in self.slots.items():
             self.take(parameter, slot)
-        started = self.gradient_sum.start(self.flat, self.group)
-        yield True
-        self.gradient_sum.wait(started)
+        self.started = self.gradient_sum.start(self.flat, self.group)
+
+    def end(self):
+        """Wait for the sum, and copy it to each .grad that is not a slot."""
+        self.gradient_sum.wait(self.started)
+        self.started = None  # frees what it holds, such as compressed gradients
         for parameter, slot in self.slots.items():
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
-                raise RuntimeError("a hook or a second wrapper replaced .grad while it was reduced")
+                raise RuntimeError("a hook or a second wrapper took .grad away from its reduction")
         if not self.as_views:
             copy_all([p.grad for p in self.slots], list(self.slots.values()))
 
 
 # ---- sums in one order ---------------------------------------------------------------------------
+#
+# One step of training, in which each call makes the one to the right of it:
+#
+#     the script        autograd           the wrapper         the Reducer     the buckets
+#     model(x)                             forward()
+#     loss.backward()   first gradient     _gradient_ready()   start()
+#                       every gradient     _gradient_ready()   mark_ready()    begin(), if complete
+#                       end of backward    _end_backward()     finish()        end()
+#     optimizer.step()
 
 
 class Reducer:
@@ -290,16 +297,13 @@ class Reducer:
 
     order: the buckets, in the order in which their sums begin.
     queue: those whose sums have not begun in this round.
-    under_way: (bucket, its sum_gradients()) pairs, whose sums have begun and not ended.
-
-    The arguments `under_way` and `frees_early` are for zero.py, see the end of the class.
+    under_way: those whose sums have begun and not ended, in the same order.
     """
 
-    def __init__(self, order, under_way=None, frees_early=False):
+    def __init__(self, order):
         self.order = order
         self.queue = deque()
-        self.under_way = deque() if under_way is None else under_way
-        self.frees_early = frees_early
+        self.under_way = deque()
 
     @property
     def is_idle(self):
@@ -315,55 +319,28 @@ class Reducer:
         awaited = set(awaited)
         for bucket in self.order:
             bucket.missing = bucket.slots.keys() & awaited
-        self._begin_complete()
+        self.begin_complete()
 
     def mark_ready(self, bucket, parameter):
-        """Note that a parameter's gradient is final, and begin sums from the front of the queue."""
+        """Note that a parameter's gradient is final, and begin the sums that it has held up."""
         bucket.missing.discard(parameter)
-        self._begin_complete()
+        self.begin_complete()
 
-    def _begin_complete(self):
+    def begin_complete(self):
+        """Begin the sums of complete buckets, up to the first bucket that is not complete."""
         while self.queue and not self.queue[0].missing:
-            bucket = self.queue.popleft()
-            self._wait_for_earlier(bucket)
-            sums = bucket.sum_gradients()
-            if next(sums, False):
-                self.under_way.append((bucket, sums))
+            self.begin(self.queue.popleft())
+
+    def begin(self, bucket):
+        bucket.begin()
+        self.under_way.append(bucket)
 
     def finish(self):
-        """Sum what is left, and wait for all sums."""
-        self.complete(self.queue)
+        """Begin the sums that are left, although gradients are missing, and wait for all sums."""
+        while self.queue:
+            self.begin(self.queue.popleft())
         while self.under_way:
-            self.advance()
-
-    def complete(self, buckets):
-        """Declare these buckets' gradients final, and begin sums from the front of the queue."""
-        for bucket in buckets:
-            bucket.missing.clear()
-        self._begin_complete()
-
-    def advance(self):
-        """Resume each sum under way: it waits for its message and, unless it yields again, ends."""
-        for _ in range(len(self.under_way)):
-            bucket, sums = self.under_way.popleft()
-            if next(sums, False):
-                self.under_way.append((bucket, sums))
-
-    # -- for zero.py
-    #
-    # It passes units in place of buckets: a layer's parameters, say. Buckets last, so the sums of
-    # all of them may be under way at once. A unit's gradients are freed when its sum ends. So
-    # zero.py sets frees_early, with which the sums under way are waited for before another begins.
-    # Several wrappers may share one deque `under_way`, so that each also waits for the sums of the
-    # others. A unit may send a second message, to replicas of its shard. Then its sum yields twice,
-    # and may still be under way when the next round reaches the unit.
-
-    def _wait_for_earlier(self, bucket):
-        """Wait for sums under way, if frees_early. An earlier sum of the same unit must end."""
-        if self.frees_early:
-            self.advance()
-        while any(other is bucket for other, _ in self.under_way):
-            self.advance()
+            self.under_way.popleft().end()
 
 
 # ---- when a round ends ---------------------------------------------------------------------------
@@ -407,8 +384,9 @@ def at_end_of_outermost_backward(function):
         if outer_node is None:
             function()
             return
-        # An inner backward has run in this node, which is a checkpoint's, say. Autograd takes it
-        # for the running one until it has ended. So the next nodes ask, when the outer one goes on.
+        # An inner backward has run in this node, such as a checkpoint's. Until end() returns,
+        # autograd takes it for the running one. The outer backward goes on with the next nodes, so
+        # these ask again. If it runs none of them, the next forward() raises an error.
         for node, _ in outer_node.next_functions:
             if node is not None:
                 before_node(node, lambda: at_end_of_outermost_backward(function))
@@ -441,16 +419,26 @@ class DistributedDataParallel(nn.Module):
 
     The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
     backward() that computes the gradient of any parameter also reduces all gradients, except inside
-    no_sync(), which sets require_backward_grad_sync to False. A rank whose loss uses no parameter
-    at all calls finish_grad_sync() instead of backward(). One that has no batch calls
-    sync_without_batch() instead of both passes. Both take the optimizer's step, too. A parameter
-    that no rank's loss uses gets a zero gradient instead of None, so weight decay and momentum
-    still change it.
+    no_sync(), which sets require_backward_grad_sync to False. Every rank takes part in a reduction,
+    and in the optimizer's step:
 
-    Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
-    this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
+        a rank without                       calls
+        a parameter that its loss uses       finish_grad_sync() instead of backward()
+        a batch                              sync_without_batch() instead of both passes
+
+    - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
+      momentum still change it.
+    - A rank that evaluates alone calls model.module(x). model(x) may wait for the other ranks, see
+      broadcast_buffers.
+    - Keep the wrapper until backward has ended. Autograd does not, and without it nothing is
+      reduced.
+    - Hooks of parameters see this rank's own gradient. An optimizer that steps in one would let
+      replicas drift apart.
+    - Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
+      this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
 
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
+        Large buckets take fewer messages, and small ones leave less to be sent after backward.
     broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, except
         when the previous one ran in no_sync() or no_grad() and no gradients were reduced since. So
         all ranks must run such a forward pass, also an evaluation, or none.
@@ -458,16 +446,7 @@ class DistributedDataParallel(nn.Module):
         after backward() gradients take memory once. A later backward() overwrites a .grad that a
         script has saved without clone().
     gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
-        it to 1 if the ranks' losses add up to the loss of the whole batch, such as the mean over
-        all targets, of which ranks may have unlike numbers:
-
-            counted = (target != -100).sum()  # in all microbatches of the step
-            all_reduce(counted, group=group)
-            loss = F.cross_entropy(logits, target, reduction="sum") / counted
-
-        Then call zero_grad() after each step, and use no_sync() for all backwards of a step but
-        the last. A .grad that holds the sum of an earlier backward has it on all ranks, and the
-        next one would add it up P times. (A mean stays as it is.)
+        it to 1 for losses that add up, see below.
     wait_in_backward: if False, backward() starts reductions and finish_grad_sync() waits for them.
     groups: {parameter: group} for parameters that only a subset of process_group replicates, such
         as those of an expert (expert_parallel.py). The divisor is the same for all parameters.
@@ -543,6 +522,7 @@ class DistributedDataParallel(nn.Module):
     def _gradient_ready(self, parameter):
         """Hook that autograd calls after it has accumulated a gradient in parameter.grad."""
         gradient = parameter.grad
+        # it is None if an autograd.Function has returned None for the parameter's first gradient
         if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
             raise RuntimeError("sparse gradients and create_graph=True are not supported")
         if not self.require_backward_grad_sync:
@@ -582,10 +562,14 @@ class DistributedDataParallel(nn.Module):
                                               backwards were in no_sync()
         otherwise                             do nothing: backward has ended the round
         """
-        if not self.reducer.is_idle or self._expects_backward:
-            self._finish()
+        if self.reducer.is_idle:
+            if not self._expects_backward:
+                return
+            self._start()
+        self._expects_backward = False
+        self._replicated.may_differ = True  # a forward has changed them, here or on other ranks
+        self.reducer.finish()
 
-    @torch.no_grad()
     def sync_without_batch(self):
         """Take this rank's part in a step for which it has no batch, in place of both passes.
 
@@ -594,14 +578,8 @@ class DistributedDataParallel(nn.Module):
         """
         self._check_idle()
         self._broadcast_buffers()  # the other ranks do so in forward()
-        self._finish()
-
-    def _finish(self):
-        if self.reducer.is_idle:
-            self._start()
-        self._expects_backward = False
-        self._replicated.may_differ = True  # a forward has changed them, here or on other ranks
-        self.reducer.finish()
+        self._expects_backward = True
+        self.finish_grad_sync()
 
     def _start(self, awaited=()):
         """Start a round. Raise RuntimeError if the module's parameters have changed."""
@@ -639,8 +617,9 @@ class DistributedDataParallel(nn.Module):
 # - Unused parameters are found when backward ends, not before it begins. So the sums of their
 #   bucket and of all later ones wait until then.
 # - A second backward() of one forward, with retain_graph=True, reduces gradients again.
-# - The parameters that are trained are on one device. PyTorch takes a module on several, for which
-#   autograd has a thread each: there a Reducer needs a lock.
+# - The parameters that are trained are on one device, and their gradients are computed on one
+#   stream. PyTorch takes a module on several devices, for which autograd has a thread each: there
+#   a Reducer needs a lock.
 # - The wrapper cannot be copied or pickled; the wrapped module can.
 # - A buffer registered after wrapping is not broadcast: every rank keeps its own.
 # - Before a broadcast, ranks ask one another whether a buffer's shape or dtype has changed, in an
@@ -651,6 +630,21 @@ class DistributedDataParallel(nn.Module):
 # As in PyTorch, each wrapper orders its own buckets only. If one backward() passes through two
 # wrappers, say of an encoder and a decoder, and autograd may reach them in unlike orders on
 # different ranks, each of them needs a process group of its own.
+
+
+# ---- losses that add up --------------------------------------------------------------------------
+#
+# The mean over the ranks is right if each rank's loss is a mean over equally many examples. If they
+# have unlike numbers of targets, divide by the number on all ranks, so that the losses add up to
+# that of the whole batch, and set gradient_divide_factor=1, so that gradients add up:
+#
+#     counted = (target != -100).sum()  # in all microbatches of the step
+#     all_reduce(counted, group=group)
+#     loss = F.cross_entropy(logits, target, reduction="sum") / counted
+#
+# Run all backwards of a step but the last in no_sync(), and call zero_grad() after the step. Any
+# other backward() also reduces what .grad holds already. If this is the sum of an earlier backward,
+# all P ranks hold it, and it would be added up P times. (A mean would stay as it is.)
 
 
 # ---- another kind of sum -------------------------------------------------------------------------
@@ -686,8 +680,9 @@ class DistributedDataParallel(nn.Module):
 class ReplicatedBuffers:
     """The buffers that a module has when it is wrapped; the first rank's are copied to all ranks.
 
-    may_differ: whether the next forward pass must copy them. The wrapper sets it: after a forward
-        pass that trains, buffers such as running means differ between ranks.
+    may_differ: whether the next forward pass must copy them. The wrapper sets it when PyTorch's
+        does: to True in a forward pass outside of no_sync() and no_grad(), in which buffers such as
+        running means change, and in a reduction; to False in any other forward pass.
     """
 
     def __init__(self, module, group, cap_bytes):
@@ -705,7 +700,11 @@ class ReplicatedBuffers:
             return
         named = [(n, b) for n, b in self.module.named_buffers() if n in self.names]
         self.agree(named)
-        # .data, since autograd may have saved a buffer in a forward whose backward is still to come
+        # .data hides these writes from autograd, as PyTorch's class does. BatchNorm saves its
+        # running means for backward even where it does not use them, so after a second forward
+        # autograd would refuse the backward of the first. But where backward does use a buffer, it
+        # now computes with the new values. They are others only if ranks differed in its forward,
+        # as they may after a forward in no_sync().
         buffers = [buffer.data for _, buffer in named]
         for bucket in fill_buckets(buffers, self.cap_bytes, lambda buffer: buffer.dtype):
             layout = FlatLayout(bucket)
@@ -748,11 +747,13 @@ def ddp_bytes(module, world_size):
 
 # ==== for both wrappers and hybrid.py =============================================================
 #
-# DistributedDataParallel and the wrapper of zero.py share the checks and the tools. The norm is for
-# zero.py and hybrid.py. Three terms of theirs occur below. A rank's *shard* is its part of a
-# parameter that is split over a group. The *grid* holds all ranks, for example four as two rows of
-# two. Along each *axis* of it a rank has a group: here its row, and its column. In this file there
-# is one axis, process_group.
+# Nothing below belongs to data parallelism itself. Both wrappers use the checks and the tools, and
+# zero.py and hybrid.py also the norm. Two terms:
+#
+# A rank's *shard* is its part of a parameter that is split over a group.
+# Ranks that hold parts or copies of one model may form a table, as four ranks in two rows of two.
+# Then `axes` are a rank's row and its column: what each of these groups does in turn reaches all
+# ranks. In this file there is one axis, process_group.
 
 # ---- checks of replicas --------------------------------------------------------------------------
 
@@ -762,7 +763,7 @@ def check_and_copy(module, parameters, buffers, groups_of, axes):
 
     parameters, buffers: (name, tensor) pairs of the module.
     groups_of: a function that returns the groups over which a parameter is replicated or cut.
-    axes: this rank's group along each axis of the grid of all ranks.
+    axes: this rank's groups, which together connect all ranks that make this call.
     Raises ValueError on every rank if modules differ or a parameter cannot be replicated.
     """
     check_whole(module.parameters())
@@ -793,8 +794,7 @@ def check_replicated(module, named, groups_of, axes):
     unlike parts.
 
     named: (name, parameter) pairs of the module.
-    groups_of: a function that returns the groups over which a parameter would be replicated.
-    axes: this rank's group along each axis of the grid of all ranks that make this call.
+    groups_of, axes: see check_and_copy().
     """
     split_over = groups_of_shards(module)
     fault = ""
@@ -826,8 +826,8 @@ def fault_of_replicas(name, groups, split_over):
 
 
 def raise_on_all_ranks(fault, axes):
-    """Raise ValueError with the first fault, if a rank of the grid has one. Collective."""
-    for group in axes:
+    """Raise ValueError with the first fault, if any rank has one. Collective."""
+    for group in axes:  # the ranks of a row learn of it, and then those of all columns
         fault = next(filter(None, gather_objects(fault, group)), "")
     if fault:
         raise ValueError(fault)

@@ -1130,20 +1130,22 @@ def wrap_in_zero(args, homes, chunks, weights):
     With bf16, gradients are summed in fp32, over microbatches and over ranks. A router's weight is
     in fp32 everywhere.
     """
-    of_experts = [weight.tensor for weight in weights if weight.home is homes.experts]
-    own_groups = homes.experts.shard_group, homes.experts.replicate_group
+    home = homes.experts
+    own_groups = {"process_group": home.shard_group, "replicate_group": home.replicate_group}
+    routers = [m.weight for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
+    per_parameter = {weight.tensor: own_groups for weight in weights if weight.home is home}
+    per_parameter |= dict.fromkeys(packed_apart(args, homes, weights), {"apart": True})
+    per_parameter |= dict.fromkeys(routers, {"param_dtype": None})
     dtypes = {}
     if args.dtype == "bf16":
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    apart = packed_apart(args, homes, weights)
     under_way = deque()  # sums that have begun. Chunks share it, to advance each other's
     wrapped = []
     for chunk in chunks:
         fsdp = FullyShardedDataParallel(
             chunk, units=chunk.transformer["h"].values(), stage=args.zero,
             process_group=homes.dense.shard_group, replicate_group=homes.dense.replicate_group,
-            groups=dict.fromkeys(of_experts, own_groups), apart=apart, **dtypes,
-            own_dtype=[m.weight for m in chunk.modules() if isinstance(m, Router)],
+            per_parameter=per_parameter, **dtypes,
             gradient_divide_factor=1, wait_in_backward=False, under_way=under_way,
         )  # fmt: skip
         wrapped.append(fsdp)

@@ -449,11 +449,10 @@ def test_what_one_rank_finds_reaches_replicas_and_ranks_with_other_experts(names
     net = nn.ModuleList([nn.Linear(32, 32).bfloat16(), nn.Linear(32, 32)])
     net.forward = lambda x: (net[1](x) + net[0](x.bfloat16())).sum()
     if names == "replicas":
-        groups = {}
         model = FullyShardedDataParallel(net, pairs[rank // 2], replicate_group=across[rank % 2])
     else:  # the first layer is an expert, which another pair of ranks does not have
-        groups = dict.fromkeys(net[0].parameters(), (pairs[rank // 2], None))
-        model = FullyShardedDataParallel(net, groups=groups)
+        own = dict.fromkeys(net[0].parameters(), {"process_group": pairs[rank // 2]})
+        model = FullyShardedDataParallel(net, per_parameter=own)
     model(torch.ones(1, 32)).backward()
     for bad in range(4):
         for layer in net:

@@ -313,8 +313,10 @@ def test_parameters_may_have_groups_of_their_own_and_sums_a_divisor(stage):
     total = []
     for start, part in zip(gather_objects(net), x.chunk(4)):
         total.append(gradients_alone(start, lambda net: net(part).square().sum()))
-    own = dict.fromkeys(net.blocks[0].parameters(), (pair, None) if stage else pair)
-    model, _ = shard(net, stage, groups=own, gradient_divide_factor=5.0)
+    own = {"process_group": pair, "replicate_group": None} if stage else pair
+    own = dict.fromkeys(net.blocks[0].parameters(), own)
+    how = {"per_parameter" if stage else "groups": own, "gradient_divide_factor": 5.0}
+    model, _ = shard(net, stage, **how)
     model(own_part(x)).square().sum().backward()
     for name in total[0]:
         ranks = (2 * (rank // 2), 2 * (rank // 2) + 1) if "blocks.0" in name else range(4)
@@ -1071,7 +1073,7 @@ def test_parameters_of_their_own_dtype_are_gathered_in_it_and_the_others_in_para
     exact = net.blocks[1].weight
     with torch.no_grad():
         exact.fill_(1 + 2**-20)  # bf16 would round this to 1
-    how = {"param_dtype": torch.bfloat16, "own_dtype": {exact}}
+    how = {"param_dtype": torch.bfloat16, "per_parameter": {exact: {"param_dtype": None}}}
     net.blocks[1].forward = lambda x: x.float() @ net.blocks[1].weight.t()
     model, optimizer = shard(net, stage, torch.optim.SGD, {"lr": 0.0}, **how)
     x = torch.ones(2, 96)
@@ -1133,9 +1135,9 @@ def test_a_unit_computes_before_its_neighbours_collectives_are_waited_for(stage)
         for unit in net:
             unit.dense.register_forward_hook(note)
             unit.dense.register_full_backward_hook(note)
-        groups = {unit.expert.weight: (pair, None) for unit in net}
-        apart = [unit.apart.weight for unit in net]
-        how = {"replicate_group": across, "groups": groups, "apart": apart, "stage": stage}
+        own = {unit.expert.weight: {"replicate_group": None} for unit in net}
+        own |= {unit.apart.weight: {"apart": True} for unit in net}
+        how = {"replicate_group": across, "per_parameter": own, "stage": stage}
         how |= {"under_way": under_way, "wait_in_backward": False}
         return FullyShardedDataParallel(net, pair, units=net, **how)
 
