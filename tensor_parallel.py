@@ -677,17 +677,21 @@ class _CrossEntropy(torch.autograd.Function):
     """Compute log(sum(exp(row))) - row[target] for each row of logits that are split by columns.
 
     backward    softmax(row) - one_hot(target), computed in forward, times the loss's gradient
+
+    In forward, x begins as the logits and becomes this gradient step by step, in fp32 at least:
+
+        logits       x                                   the gradient that is kept for backward
+        fp32, fp64   a copy; with inplace the logits     x
+        bf16         a copy in fp32                      a copy in bf16; with inplace the logits
+        fp16         a copy in fp32                      x: fp16 would round small numbers to 0
     """
 
     @staticmethod
     def forward(ctx, logits, target, start, vocab_size, ignore_index, group, inplace):
         maximum = logits.amax(-1)  # (N,)
         all_reduce(maximum, ReduceOp.MAX, group)
-        # x, (N, vocab_size/P), is in fp32 at least, and becomes the gradient step by step. With
-        # inplace it is the logits' own memory if they have this dtype, and otherwise it is a copy.
-        # At the end, the gradient of bf16 logits is copied to bf16, with inplace into their memory.
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        x = logits.to(dtype, copy=not inplace)
+        x = logits.to(dtype, copy=not inplace)  # (N, vocab_size/P)
         x.sub_(maximum.unsqueeze(-1))  # so that exp() cannot overflow
         local, is_here = own_part(target, start, logits.shape[-1])
         local = local.unsqueeze(-1)  # (N, 1)
@@ -703,7 +707,7 @@ class _CrossEntropy(torch.autograd.Function):
         x.scatter_add_(-1, local, minus_one.unsqueeze(-1))  # softmax(row) - one_hot(target)
         ctx.ignored = target == ignore_index
         x.masked_fill_((unknown & ~ctx.ignored).unsqueeze(-1), math.nan)
-        if logits.dtype == torch.bfloat16:  # fp16 would round small numbers to 0 before any scale
+        if logits.dtype == torch.bfloat16:
             x = logits.copy_(x) if inplace else x.to(logits.dtype)
         ctx.save_for_backward(x.detach())  # without the graph that the logits have
         ctx.dtype = logits.dtype
