@@ -20,8 +20,9 @@ It sends       10 B T D (t-1)/t elements per layer with sequence parallelism, fo
                sends 8.) Each step also sums gradients: of norms and row-parallel biases over t
                ranks, of all parameters over P ranks. For the costs of context parallelism, see
                "what a model calls"
-Overlap        a ring computes while keys and values travel; backward waits for the first of them.
-               Other attention waits for its messages. For linear layers, see tensor_parallel.py
+Overlap        a ring computes while keys, values and their gradients travel, except that backward
+               waits for the first keys and values. All other methods wait for their messages. For
+               linear layers, see tensor_parallel.py
 PyTorch's      SequenceParallel runs norms and dropouts on DTensors, and context_parallel() patches
                scaled_dot_product_attention(). Here the model calls one of three functions instead
 
@@ -769,7 +770,8 @@ def _demonstrate_sequence_parallelism():
     error = _largest_error(found, (whole_y.chunk(t)[rank], dx.chunk(t)[rank], *of_norm))
     if rank == 0:
         claimed = 4 * x.nbytes * (t - 1) // t  # half of a layer's
-        print(f"an MLP    bytes sent, claimed {claimed}, counted {counted}; error {error:.0e}")
+        name = "sequence_parallel_mlp"
+        print(f"{name:26} bytes sent, claimed {claimed}, counted {counted}; error {error:.0e}")
 
 
 def _demonstrate_context_parallelism():

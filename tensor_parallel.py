@@ -973,8 +973,9 @@ def weight_gradient_hook(weight, defer):
 
     def begin(dy, x, split, group):
         if defer.open and is_plain_leaf(weight):
+            # the pipeline calls this function later, and only then is x gathered
             defer.put(weight, lambda: finish(dy, begin_gather(x, split, group)()))
-            return lambda: None
+            return lambda: None  # no gradient in this backward
         get_x = begin_gather(x, split, group, async_op=True)
         return lambda: finish(dy, get_x())
 
@@ -1004,7 +1005,7 @@ def add_weight_gradient(weight, defer, dy, x):
 
 
 def _multiply_into(total, a, b, beta):
-    """Set `total` to beta * total + a @ b. beta: 0 or 1."""
+    """Set `total` to beta * total + a @ b. beta: 1, or 0 if `total` is yet to be written."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta)
     elif a.is_cuda and a.itemsize == 2 and total.dtype == torch.float32:
