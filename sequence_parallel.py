@@ -753,9 +753,10 @@ def _demonstrate():
 
 def _demonstrate_sequence_parallelism():
     rank, t = rank_and_size()
-    T, B, D = 64 * t, 2, 16 * t
+    T = 64 * t
+    D = 16 * t
     norm = torch.nn.LayerNorm(D, dtype=torch.float64)
-    x = torch.randn(T, B, D, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(T, 2, D, dtype=torch.float64, requires_grad=True)  # 2 sequences
     up = torch.randn(4 * D, D, dtype=torch.float64) / D
     down = torch.randn(D, 4 * D, dtype=torch.float64) / D
     whole_y = x + F.linear(F.gelu(F.linear(norm(x), up), approximate="tanh"), down)
