@@ -219,7 +219,8 @@ class MoE(nn.Module):
         shared_experts: the number of experts that every token uses in addition.
     The router:
         router: further arguments of Router.
-        capacity_factor: limits the tokens of an expert, see within_capacity(). None for no limit.
+        capacity_factor: limits the tokens that an expert takes from each rank, or None. See
+            within_capacity().
         balance_coefficient, z_coefficient, loss_scale, balance_groups: see RouterLosses.
     The ranks:
         group: the ranks over which the experts are spread.
@@ -231,6 +232,9 @@ class MoE(nn.Module):
     Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
     router are equal, and no two experts are: each rank draws all of them and keeps its own.
 
+    As with switch(), all ranks of `group` must call the layer and run its backward, also one
+    without tokens, and x needs a gradient on all of them or on none.
+
     Padding is routed, counted and takes room like any token; leave it out of x if it should not.
 
     The attribute `losses` is the layer's RouterLosses. The attribute hand_over is None, or a
@@ -240,12 +244,13 @@ class MoE(nn.Module):
 
     In 16 bits and under autocast, the router's weights and the sums of the k results are rounded to
     16 bits. In bf16 with k = 8, y errs by 0.3 to 0.4% for this reason. With sums in fp32 it would
-    err by 0.2%, but these need N k rows in fp32.
+    err by 0.2%, but here these would need N k rows in fp32.
 
     Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
     router and of the shared experts are R: the gradients of their copies must be summed.
 
-    Raises ValueError if P does not divide num_experts, or if capacity_factor is not positive.
+    Raises ValueError if P does not divide num_experts, if capacity_factor is not positive, or if
+    this rank's place in `group` is not the one that it has by `nodes`.
     """
 
     def __init__(
@@ -259,6 +264,12 @@ class MoE(nn.Module):
             raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"{capacity_factor=} leaves no room for a token")
+        if nodes:
+            place, per_node = rank_and_size(nodes[0])
+            node, num_nodes = rank_and_size(nodes[1])
+            if (node * per_node + place, num_nodes * per_node) != (rank, world_size):
+                where = f"place {place} of {per_node} in node {node} of {num_nodes}"
+                raise ValueError(f"rank {rank} of {world_size} in `group` has {where}")
         self.num_experts, self.capacity_factor = num_experts, capacity_factor
         self.group, self.tp_group, self.nodes = group, tp_group, nodes
         self.parts = parts
@@ -414,7 +425,9 @@ def full_precision(device):
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        products.fp32_precision = "none"  # what torch.backends.fp32_precision says, also later
+        # "none" means that torch.backends.fp32_precision applies, also if it is changed later. If
+        # reading then gives another value than before, `precision` was a setting of its own.
+        products.fp32_precision = "none"
         if products.fp32_precision != precision:
             products.fp32_precision = precision
 
@@ -447,8 +460,9 @@ def within_capacity(experts, num_experts, capacity_factor):
 
     Each expert takes the first ceil(capacity_factor N k / E) of the choices that fall on it from
     this rank's N tokens, in the order of the tokens. (GShard takes all first choices before second
-    ones.) A choice that is dropped adds nothing to the result. The count is exact: of 100 choices
-    and 2 experts, a factor of 1.1 takes 55, though in floating point 50 * 1.1 is larger than 55.
+    ones.) A choice that is dropped adds nothing to the result, and the weights of a token's other
+    choices stay as they are. The count is exact: of 100 choices and 2 experts, a factor of 1.1
+    takes 55, though in floating point 50 * 1.1 is larger than 55.
     """
     if capacity_factor is None:
         return experts
@@ -625,7 +639,8 @@ class Experts(nn.Module):
         """Apply each expert to its rows of x, (M, D). See `compute` of plain_dispatch()."""
         w_in = self.w_in.to(x.dtype)
         w_out = self.w_out.to(x.dtype)
-        # F.grouped_mm() is fast in bfloat16. Row lengths must be multiples of 8 (16 bytes).
+        # F.grouped_mm() is fast in bfloat16. Row lengths must be multiples of 8 (16 bytes). Other
+        # dtypes and lengths take a product for each expert.
         is_aligned = not any(width % 8 for width in w_out.shape[1:])
         if x.dtype == torch.bfloat16 and is_aligned and len(x) > 0:
             x = self.activation(_grouped(x, w_in, sizes, sizes_on_device))
@@ -701,30 +716,30 @@ def dispatch_and_combine(
     Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
     """
     plan = DispatchPlan(experts, num_experts, group, parts, hand_over)
-    at_experts = lambda part, rows: compute(rows, part.sizes, part.sizes_on_device)
-    return carry(plan, x, at_experts, weights, shared)
+    of_part = lambda part, rows: compute(rows, part.sizes, part.sizes_on_device)
+    return carry(plan, x, of_part, weights, shared)
 
 
-def carry(plan, x, compute, weights=None, shared=None, others=()):
+def carry(plan, x, compute_part, weights=None, shared=None, others=()):
     """Take rows of x to experts and the results back, part by part. Return their sums, (N, D).
 
-    compute: compute(part, rows, *others) returns the results for the rows of a Part.
+    compute_part: compute_part(part, rows, *others) returns the results for the rows of a Part.
     weights, shared: those of dispatch_and_combine(), or None.
     others: short tensors (N, ...), whose rows travel with those of x.
     """
     if shared is not None and not plan.overlaps:
         shared_y = shared(x)  # is computed while the host waits for counts
     parts = []
-    divided = [plan.divided(tensor) for tensor in (x, *others)]
-    for part, tensors in zip(plan.parts(), zip(*divided)):  # the host waits here, for the counts
+    tensors_of_parts = zip(*[plan.divided(tensor) for tensor in (x, *others)])
+    for part, tensors in zip(plan.parts(), tensors_of_parts):  # the host waits here, for the counts
         part.begin_dispatch(*tensors)
         parts.append(part)
     if shared is not None and plan.overlaps:
         shared_y = shared(x)  # is computed while the first part travels
     for part in parts:
-        part.begin_combine(compute(part, *part.end_dispatch()))
-    divided = [None for _ in parts] if weights is None else plan.divided(weights)
-    sums = [part.end_combine(part_weights) for part, part_weights in zip(parts, divided)]
+        part.begin_combine(compute_part(part, *part.end_dispatch()))
+    weights_of_parts = [None for _ in parts] if weights is None else plan.divided(weights)
+    sums = [part.end_combine(own) for part, own in zip(parts, weights_of_parts)]
     y = torch.cat(sums) if len(sums) > 1 else sums[0]  # cat() would copy a single tensor
     return y if shared is None else y + shared_y
 
@@ -733,8 +748,9 @@ class DispatchPlan:
     """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
 
     The arguments are those of dispatch_and_combine(). Part i of N tokens has num_tokens[i] of them,
-    which may be none. Its counts have the indices [rank][local expert]: on rank 0 of the example,
-    sent = [[2, 1], [1, 0]] and received = [[2, 1], [2, 0]].
+    which may be none. Its counts have the indices [rank][local expert]: on rank 0 of the example
+    "k experts per token", sent = [[2, 1], [1, 0]] and received = [[2, 1], [2, 0]]. With two parts
+    of one token each, sent is [[1, 0], [1, 0]] for t0, and [[1, 1], [0, 0]] for t1.
     """
 
     def __init__(self, experts, num_experts, group=None, parts=1, hand_over=None):
@@ -748,7 +764,7 @@ class DispatchPlan:
         counts = [count_choices(part, num_experts).view(world_size, -1) for part in choices]
         sent = torch.stack(counts, 1)  # (P, parts, G): sent[r] is for rank r
         received = all_to_all_in_group(sent, group=group)  # received[r] is from rank r
-        both = torch.stack([sent, received]).transpose(1, 2)  # (2, parts, P, G)
+        both = torch.stack([sent, received]).transpose(1, 2)  # (sent and received, parts, P, G)
         self.received = both[1]
         # start the copy now, so that parts() need not wait for kernels launched after the copy
         self.on_host = both.to("cpu", non_blocking=True)
@@ -772,7 +788,7 @@ class DispatchPlan:
 class Part:
     """Carries a part of the tokens to the ranks of their experts, and the results back.
 
-    On rank 0 of the example above:
+    On rank 0 of the example "k experts per token":
 
         begin_dispatch()  sends t0 t1 t1 | t0
         end_dispatch()    receives t0 t1 t1 | t2 t3, returns t0 t1 t2 t3 t1
@@ -1017,7 +1033,8 @@ def two_hops(
         choices inside node 0             1 -1 -1               of its experts 0 to 3
         choices inside node 1             -1 1 2     3 0 1      of its experts 4 to 7
 
-    Each hop has counts of its own, so the host waits once more for each part.
+    Of the N k rows in each direction, at most N min(k, nodes) cross between nodes. Each hop has
+    counts of its own, so the host waits once more for each part.
     The types over all ranks are those of dispatch_and_combine(). Each of the parts that cross is
     dispatched inside the node in as many parts again.
     """
@@ -1052,25 +1069,35 @@ def _demonstrate():
     rank, P = rank_and_size()
     N, D = 64, 32
     torch.manual_seed(0)  # all ranks draw the same
-    router = torch.randn(P, D).double()
+    router = torch.randn(P, D).double().requires_grad_()
     tokens = torch.randn(P, N, D).double()
     mlp = lambda: nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)).double()
     experts = [mlp() for _ in range(P)]
+    parameters = [router, *experts[rank].parameters()]
     x = tokens[rank].clone().requires_grad_()
     with count_bytes() as traffic:
         y = switch_layer(x, router, experts[rank])
-    y.square().sum().backward()
+    found = [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])]
+    all_reduce(found[2])  # the router's gradient; an expert's is the sum already
+
+    whole_x = tokens.flatten(0, 1).requires_grad_()  # all ranks' tokens, in one process
+    probabilities = F.linear(whole_x, router).softmax(-1)
+    weights, chosen = probabilities.max(-1)
+    results = torch.stack([expert(whole_x) for expert in experts], 1)  # (P N, P, D)
+    whole_y = weights.unsqueeze(1) * results[torch.arange(P * N), chosen]
+    dx, *gradients = torch.autograd.grad(whole_y.square().sum(), [whole_x, *parameters])
+    expected = whole_y.chunk(P)[rank], dx.chunk(P)[rank], *gradients
+    error = max((a - b).abs().max() for a, b in zip(found, expected))
+
+    weights, chosen = probabilities.chunk(P)[rank].topk(min(2, P))
+    args = x, chosen, weights, P, lambda rows, *sizes: experts[rank](rows)
+    difference = (dispatch_and_combine(*args, parts=2) - plain_dispatch(*args)).abs().max()
     if rank == 0:
-        alone = tokens[0].clone().requires_grad_()
-        weights, chosen = F.linear(alone, router).softmax(-1).max(-1)
-        results = torch.stack([expert(alone) for expert in experts], 1)  # (N, P, D)
-        whole = weights.unsqueeze(1) * results[torch.arange(N), chosen]
-        whole.square().sum().backward()
-        error = max((y - whole).abs().max(), (x.grad - alone.grad).abs().max())
         even = expert_parallel_bytes(N, 1, D, P, 8)
         sent = f"{traffic.bytes()} bytes sent, {even} without counts if even"
         print(f"switch_layer() over {P} ranks, one expert each: {sent}")
         print(f"largest difference from one process's results and gradients: {error:.1e}")
+        print(f"dispatch_and_combine(), k = {min(2, P)}, from plain_dispatch(): {difference:.1e}")
 
 
 if __name__ == "__main__":

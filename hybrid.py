@@ -97,8 +97,8 @@ from pipeline import (
     sum_replicas,
 )
 from sequence_parallel import (
-    allgather_attention, context_positions, dropout, recompute, recompute_groups, ring_attention,
-    run_layers, ulysses_attention,
+    context_positions, dropout, recompute, recompute_groups, run_layers, zigzag_allgather_attention,
+    zigzag_ring_attention, zigzag_ulysses_attention,
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
@@ -1054,8 +1054,10 @@ def normal(shape, std, key, offset=0):
 # ---- chunks and their wrappers -------------------------------------------------------------------
 
 CP_METHODS = {
-    "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
-}  # fmt: skip
+    "allgather": zigzag_allgather_attention,
+    "ring": zigzag_ring_attention,
+    "ulysses": zigzag_ulysses_attention,
+}
 
 
 def make_chunks(args, mesh, device, routes, positions, deferred):

@@ -93,6 +93,10 @@ from collectives import (
 #     V    this rank's own, and so is its gradient        A_r, C_r, U_r, Y_r, the logits
 #     R    equal on all ranks, but a rank's gradient      on the upper floor only
 #          is a part, and the parts must be summed
+#
+# They show where a message is missing. In split_mlp() f takes X from I to V, A_r, GeLU and C_r take
+# V to V, and g takes V to I. Without f the types do not fit: X is I, and the product with A_r takes
+# a V. Z would still be right, but rank r's gradient of X would be dU_r A_r' alone, without a sum.
 
 
 def column_linear(x, weight, bias=None, group=None):
@@ -234,17 +238,21 @@ def split_cross_entropy(logits, target, group=None):
 #     check_gradients_over_tp(model, group)  # in the first step: has a mark been forgotten?
 #     optimizer.step()
 #
-# Without sequence_parallel x is (T, B, D) on every rank, and nothing is marked. Sections follow on
-# the linear layers, the modules, the loss, and the marked copies. Behind a banner of its own stands
-# what large chunks and pipelines add to the linear layers.
+# Without sequence_parallel x is (T, B, D) on every rank, and nothing is marked. A norm for clipping
+# must sum the squares of split parameters over the group, and count copies once. For gradients of
+# the former, `parts`, and of the latter, `copies`, it is get_total_norm() of ddp.py, called twice:
+# get_total_norm([get_total_norm(parts, [group]), *copies]).
+#
+# Sections follow on the linear layers, the modules, the loss, and the marked copies. Behind a
+# banner of its own stands what large chunks and pipelines add to the linear layers.
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
 # column_parallel_linear() and row_parallel_linear() compute what column_linear() and row_linear()
 # do, and send while they compute. With sequence parallelism f gathers the chunks of X, and its
-# backward is a reduce-scatter, which sums dX and gives each rank its chunk. g is the reverse. W,
-# (out, in), is a layer's weight, which is A' or C' on the ground floor. So its transpose W' is A or
-# C, and the layers compute
+# backward is a reduce-scatter, which sums dX and gives each rank its chunk. g is the reverse. A
+# layer's weight W, (out, in), is A' or C' of the ground floor. F.linear(X, W) is X W', where the
+# transpose W' is A or C again. So the layers compute
 #
 #     column    forward     gather X;    Y = X W' + b
 #               backward    gather X;    dX = dY W, and scatter its sum;    dW = dY' X
@@ -261,12 +269,14 @@ def split_cross_entropy(logits, target, group=None):
 def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
     """Do what column_linear() does, with messages beside products. weight: (out/P, in).
 
-    sequence_parallel: whether x is this rank's chunk of X, along dim 0.
+    sequence_parallel: whether x is this rank's chunk of X, along dim 0. Chunks must have the same
+        size on all ranks, or gloo ends the process, and NCCL may hang.
     defer: a pipeline's store for the weight's gradient, see "where a weight's gradient goes".
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
     x = autocasted(x)  # before x is saved and sent
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
+    begin_dweight = weight_gradient_hook(weight, defer)
+    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, begin_dweight)
 
 
 def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=None):
@@ -281,16 +291,19 @@ def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=No
     if sequence_parallel and len(x) % P:
         raise ValueError(f"T={len(x)} is not divisible by tp={P}")
     x = autocasted(x)
-    return _RowLinear.apply(x, weight, group, sequence_parallel, defer)
+    begin_dweight = weight_gradient_hook(weight, defer)
+    return _RowLinear.apply(x, weight, group, sequence_parallel, begin_dweight)
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Compute y = x W' + b, where x is gathered first if `split`."""
+    """Compute y = x W' + b, where x is gathered first if `split`.
+
+    begin_dweight: begin_weight_gradient(), or what a pipeline has in its place.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, split, defer):
-        ctx.arguments = group, split, defer
-        ctx.parameter = weight  # itself: what autograd saves may lack its hooks and .grad
+    def forward(ctx, x, weight, bias, group, split, begin_dweight):
+        ctx.arguments = group, split, begin_dweight
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         _, y = gather_and_multiply(x, weight, bias, split, group)
         return y
@@ -299,17 +312,17 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        group, split, defer = ctx.arguments
+        group, split, begin_dweight = ctx.arguments
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dx = dweight = dbias = None
         if wants_weight:
-            get_dweight = begin_weight_gradient(ctx.parameter, defer, dy, x, split, group)
+            get_dweight = begin_dweight(dy, x, split, group)
         if wants_x:  # dY W is computed while X is gathered
             get_dx = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
         if wants_weight:  # dW is computed while dX is summed
             dweight = get_dweight()
         if wants_bias:
-            dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
+            dbias = _rows(dy).sum(0)
         if wants_x:
             dx = get_dx()
         return dx, dweight, dbias, None, None, None
@@ -319,9 +332,8 @@ class _RowLinear(torch.autograd.Function):
     """Compute y = the sum of x W' over the ranks, or, if `split`, this rank's chunk of it."""
 
     @staticmethod
-    def forward(ctx, x, weight, group, split, defer):
-        ctx.arguments = group, split, defer
-        ctx.parameter = weight
+    def forward(ctx, x, weight, group, split, begin_dweight):
+        ctx.arguments = group, split, begin_dweight
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return multiply_and_sum(x, weight, split, group)
 
@@ -329,7 +341,7 @@ class _RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        group, split, defer = ctx.arguments
+        group, split, begin_dweight = ctx.arguments
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         dx = dweight = None
         if wants_x:
@@ -337,7 +349,7 @@ class _RowLinear(torch.autograd.Function):
         else:
             dy = begin_gather(dy, split, group)()
         if wants_weight:
-            dweight = begin_weight_gradient(ctx.parameter, defer, dy, x, False, group)()
+            dweight = begin_dweight(dy, x, False, group)()
         return dx, dweight, None, None, None
 
 
@@ -358,19 +370,19 @@ def multiply_and_sum(x, weight, split, group=None):
     return begin_sum(F.linear(x, weight), split, group)()
 
 
-def begin_weight_gradient(weight, defer, dy, x, split, group):
-    """Begin to gather x if `split`. Return a function that returns dW = dy' X.
-
-    Or None, if a pipeline's `defer` wants dW elsewhere: see "where a weight's gradient goes".
-    """
-    if defer is not None and defer.open and is_plain_leaf(weight):
-        # the pipeline asks for dW later, and only then is x gathered
-        defer.put(
-            weight, lambda: weight_gradient(weight, defer, dy, begin_gather(x, split, group)())
-        )
-        return lambda: None
+def begin_weight_gradient(dy, x, split, group):
+    """Begin to gather x if `split`. Return a function that returns dW = dy' X."""
     get_x = begin_gather(x, split, group, async_op=True)
-    return lambda: weight_gradient(weight, defer, dy, get_x())
+    return lambda: weight_gradient(dy, get_x())
+
+
+def weight_gradient(dy, x):
+    """Return dW = dy' x: (..., out) and (..., in) to (out, in)."""
+    return _rows(dy).t() @ _rows(x)
+
+
+def _rows(x):
+    return x.reshape(-1, x.shape[-1])
 
 
 def begin_gather(x, split, group=None, async_op=False):
@@ -415,7 +427,8 @@ class Shard:
         rank 0 of 2          0 1     | 4   | 6        runs() = [(0, 2), (4, 1), (6, 1)]
         rank 1 of 2              2 3 |   5 |   7      runs() = [(2, 2), (5, 1), (7, 1)]
 
-        As one block, rank 0 would have rows 0 to 3, all of q and nothing else.
+        As one block, rank 0 would have rows 0 to 3, all of q and nothing else. If P does not divide
+        a block, parts differ by one row: of 5 rows, rank 0 of 2 has 2, and rank 1 has 3.
     """
 
     dim: int
@@ -664,17 +677,21 @@ class _CrossEntropy(torch.autograd.Function):
     """Compute log(sum(exp(row))) - row[target] for each row of logits that are split by columns.
 
     backward    softmax(row) - one_hot(target), computed in forward, times the loss's gradient
+
+    In forward, x begins as the logits and becomes this gradient step by step, in fp32 at least:
+
+        logits       x                                   the gradient that is kept for backward
+        fp32, fp64   a copy; with inplace the logits     x
+        bf16         a copy in fp32                      a copy in bf16; with inplace the logits
+        fp16         a copy in fp32                      x: fp16 would round small numbers to 0
     """
 
     @staticmethod
     def forward(ctx, logits, target, start, vocab_size, ignore_index, group, inplace):
         maximum = logits.amax(-1)  # (N,)
         all_reduce(maximum, ReduceOp.MAX, group)
-        # x, (N, vocab_size/P), is in fp32 at least, and becomes the gradient step by step. With
-        # inplace it is the logits' own memory if they have this dtype, and otherwise it is a copy.
-        # At the end, the gradient of bf16 logits is copied to bf16, with inplace into their memory.
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        x = logits.to(dtype, copy=not inplace)
+        x = logits.to(dtype, copy=not inplace)  # (N, vocab_size/P)
         x.sub_(maximum.unsqueeze(-1))  # so that exp() cannot overflow
         local, is_here = own_part(target, start, logits.shape[-1])
         local = local.unsqueeze(-1)  # (N, 1)
@@ -690,7 +707,7 @@ class _CrossEntropy(torch.autograd.Function):
         x.scatter_add_(-1, local, minus_one.unsqueeze(-1))  # softmax(row) - one_hot(target)
         ctx.ignored = target == ignore_index
         x.masked_fill_((unknown & ~ctx.ignored).unsqueeze(-1), math.nan)
-        if logits.dtype == torch.bfloat16:  # fp16 would round small numbers to 0 before any scale
+        if logits.dtype == torch.bfloat16:
             x = logits.copy_(x) if inplace else x.to(logits.dtype)
         ctx.save_for_backward(x.detach())  # without the graph that the logits have
         ctx.dtype = logits.dtype
@@ -721,13 +738,12 @@ def mark_sum_over_tp(module):
     Mark a parameter if every rank has a copy of it but applies it to its own part of the tokens,
     heads or columns only:
 
-        copied parameter                                 without        with sequence parallelism
-        norm before attention, MLP or head; positions    do not mark    mark: a rank has T/P tokens
-        norm of q or k between c_attn and c_proj         mark           mark: a rank has H/P heads
-        bias of RowParallelLinear                        do not mark    marked by its class
-        router and shared experts of MoE
-            without tp_group                             do not mark    mark: a rank has T/P tokens
-            with tp_group, which divides the tokens      mark           x is divided already
+        copied parameter                                  a rank applies it to     mark
+        norms, positions, router, shared experts          all tokens               no
+            with sequence parallelism                     its T/P tokens           yes
+        router, shared experts of MoE(tp_group=...)       its T/P tokens           yes
+        norm of q or k, between c_attn and c_proj         its H/P heads            yes
+        bias of RowParallelLinear                         what norms apply to      its class does
 
     Nothing finds a parameter that is marked and should not be: the sum of complete gradients is P
     times too large, on all ranks alike. check_gradients_over_tp() finds what is not marked and
@@ -755,6 +771,8 @@ def parameters_to_sum_over_tp(model):
 @torch.no_grad()
 def sum_gradients_over_tp(parameters, group=None, check=True):
     """Once per step, after its backwards, sum gradients over the group in a single all-reduce.
+
+    A second call would sum what is a sum already, and make it P times too large.
 
     parameters: from parameters_to_sum_over_tp(). A gradient that is None counts as zero.
     check: whether to raise ValueError on all ranks if the sum would mix unlike parts, since a
@@ -784,8 +802,9 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
     """Raise ValueError on all ranks if copies of a parameter have different gradients. Collective.
 
     Such copies drift apart. Every parameter that no Shard splits over the group is a copy. Kernels
-    may round differently, so gradients differ only if one's distance from their mean, divided by
-    the mean's norm, exceeds `tolerance` and the eps of the parameter's dtype, 0.008 for bf16.
+    may round differently. So a rank's gradient counts as different if its distance from the mean of
+    all ranks' is a larger fraction of the mean's norm than `tolerance`, and than the eps of the
+    parameter's dtype, which is 0.008 for bf16.
 
     Return whether all gradients are finite, since others count as equal: in fp16 the first steps
     may overflow. Each mean takes an all-reduce, so call this after the sums of a step until it
@@ -888,7 +907,8 @@ def gather_by_chunks(x, weight, bias=None, group=None):
     weight = autocasted(weight)
     whole = x.new_empty(P, *x.shape)
     whole[rank] = x
-    y = x.new_empty(P, *x.shape[:-1], len(weight))
+    y = x.new_empty(P * len(x), *x.shape[1:-1], len(weight))
+    parts = y.view(P, *x.shape[:-1], len(weight))
     works = {}
     for step in range(1, P):
         target = (rank + step) % P
@@ -896,11 +916,11 @@ def gather_by_chunks(x, weight, bias=None, group=None):
         works[source] = exchange(
             [(whole[rank], target)], [(whole[source], source)], group, async_op=True
         )
-    _linear_into(y[rank], x, weight, bias)
+    _linear_into(parts[rank], x, weight, bias)
     for source, work in works.items():
         work.wait()
-        _linear_into(y[source], whole[source], weight, bias)
-    return whole.flatten(0, 1), y.flatten(0, 1)
+        _linear_into(parts[source], whole[source], weight, bias)
+    return whole.flatten(0, 1), y  # y is no view, so the layer's caller may change it in place
 
 
 def scatter_by_chunks(x, weight, group=None):
@@ -933,45 +953,59 @@ def _linear_into(output, x, weight, bias=None):
 
 # ---- where a weight's gradient goes --------------------------------------------------------------
 #
-# The linear layers' backward computes dW and returns it to autograd, which adds it to .grad. In a
-# pipeline (pipeline.py), `defer` is a WeightGradStore, which asks for two other things:
+# From begin_weight_gradient(), backward gets dW and returns it to autograd, which adds it to .grad.
+# In a pipeline (pipeline.py), `defer` is a WeightGradStore, and weight_gradient_hook() returns
+# another function, which does two things in place of that. Autograd then gets None:
 #
-#     open           put() takes dW as a function, which the pipeline calls when it would else wait
-#     accumulates    the product itself is added to .grad, which saves a buffer and passes over it
+#     if defer.open           put() takes a function that gathers X and computes dW. The pipeline
+#                             calls it later, when it would otherwise wait
+#     if defer.accumulates    the product itself adds dW to .grad, which saves a buffer and a pass
+#                             over it
 #
-# Neither applies to a weight whose gradient is also needed elsewhere: see is_plain_leaf().
+# Neither is done for a weight whose gradient is also needed elsewhere: see is_plain_leaf().
+
+
+def weight_gradient_hook(weight, defer):
+    """Return begin_weight_gradient(), or what a layer's backward calls in its place, see above."""
+    if defer is None:
+        return begin_weight_gradient
+    finish = partial(add_weight_gradient, weight, defer)
+
+    def begin(dy, x, split, group):
+        if defer.open and is_plain_leaf(weight):
+            # the pipeline calls this function later, and only then is x gathered
+            defer.put(weight, lambda: finish(dy, begin_gather(x, split, group)()))
+            return lambda: None  # no gradient in this backward
+        get_x = begin_gather(x, split, group, async_op=True)
+        return lambda: finish(dy, get_x())
+
+    return begin
 
 
 def is_plain_leaf(weight):
     """Return whether nothing but .grad uses the weight's gradient.
 
     A hook on the weight, or the graph that has computed it, needs dW itself, and during this
-    backward.
+    backward. weight: the parameter, since the tensor that autograd saves may lack its hooks.
     """
     return weight.is_leaf and not weight._backward_hooks
 
 
-def weight_gradient(weight, defer, dy, x):
-    """Return dW = dy' x, or None if it has been added to .grad.
-
-    zero.py gives weights a method grad_view(), which returns the memory that .grad is to have.
-    """
-    a = dy.reshape(-1, dy.shape[-1]).t()
-    b = x.reshape(-1, x.shape[-1])
-    if defer is None or not (defer.accumulates and is_plain_leaf(weight)):
-        return a @ b
-    if weight.grad is not None:
-        _multiply_into(weight.grad, a, b, beta=1)
-    elif hasattr(weight, "grad_view"):
+def add_weight_gradient(weight, defer, dy, x):
+    """Add dW = dy' x to .grad and return None, if `defer` accumulates. Otherwise return dW."""
+    may_add = defer.accumulates and is_plain_leaf(weight)
+    if may_add and weight.grad is not None:
+        _multiply_into(weight.grad, _rows(dy).t(), _rows(x), beta=1)
+        return None
+    if may_add and hasattr(weight, "grad_view"):  # of zero.py: the memory that .grad is to have
         weight.grad = weight.grad_view()
-        _multiply_into(weight.grad, a, b, beta=0)
-    else:
-        return a @ b  # autograd makes the first .grad of it
-    return None
+        _multiply_into(weight.grad, _rows(dy).t(), _rows(x), beta=0)
+        return None
+    return weight_gradient(dy, x)  # autograd adds it to .grad, or makes the first .grad of it
 
 
 def _multiply_into(total, a, b, beta):
-    """Set `total` to beta * total + a @ b. beta: 0 or 1."""
+    """Set `total` to beta * total + a @ b. beta: 1, or 0 if `total` is yet to be written."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta)
     elif a.is_cuda and a.itemsize == 2 and total.dtype == torch.float32:
@@ -994,56 +1028,53 @@ def _multiply_into(total, a, b, beta):
 #     rank 1     48 ----- 128 -/ \- 192 ---- 192 ---- 128 -/ \- 2048 -/ \- 2048 -/ \- 500
 
 
-class AlexNet(nn.Module):
+class AlexNet(nn.Sequential):
     """The network of Krizhevsky, Sutskever and Hinton: (B, 3, 224, 224) -> logits (B, classes).
 
-    The function that it computes depends on P, as the picture shows. Initial values are PyTorch's.
-    Types: I -> I, parameters are V. Raises ValueError unless P divides each number of filters.
+    sizes: the filters of each layer on all ranks. P must divide them, or ValueError is raised.
+    Types: I -> I, parameters are V.
     """
 
-    def __init__(
-        self, filters=(96, 256, 384, 384, 256), dense=(4096, 4096), classes=1000, group=None
-    ):
-        super().__init__()
-        self.group = group
+    def __init__(self, sizes=(96, 256, 384, 384, 256, 4096, 4096, 1000), group=None):
         P = dist.get_world_size(group)
-        sizes = *filters, *dense, classes
         if any(size % P for size in sizes):
-            raise ValueError(f"tp={P} does not divide each of {filters=}, {dense=}, {classes=}")
+            raise ValueError(f"tp={P} does not divide each of {sizes=}")
         c1, c2, c3, c4, c5, d1, d2, d3 = (size // P for size in sizes)  # on this rank
+        copy = Apply(copy_to_group, group=group)
+        gather = Apply(all_gather_to_group, dim=1, group=group)  # ranks use it differently
+        result = Apply(gather_from_group, dim=1, group=group)  # all ranks compute the same loss
+        norm = nn.LocalResponseNorm(5, alpha=5e-4, k=2.0)  # over 5 channels
+        pool = nn.MaxPool2d(3, stride=2)
+        drop = nn.Dropout()  # of gathered values: the same mask on all ranks
+        relu = nn.ReLU()
         with ShardedRandomState(torch.get_default_device(), group):  # ranks draw different filters
-            self.conv1 = nn.Conv2d(3, c1, 11, stride=4, padding=2)
-            self.conv2 = nn.Conv2d(c1, c2, 5, padding=2)
-            self.conv3 = nn.Conv2d(P * c2, c3, 3, padding=1)
-            self.conv4 = nn.Conv2d(c3, c4, 3, padding=1)
-            self.conv5 = nn.Conv2d(c4, c5, 3, padding=1)
-            self.dense1 = nn.Linear(P * c5 * 6 * 6, d1)
-            self.dense2 = nn.Linear(P * d1, d2)
-            self.dense3 = nn.Linear(P * d2, d3)
-        for layer in self.children():
-            shard = Shard(0, (P * len(layer.weight),), group)
-            layer.shards = {"weight": shard, "bias": shard}
-
-    def forward(self, images):
-        gather = partial(all_gather_to_group, dim=1, group=self.group)  # ranks use it differently
-        norm = partial(F.local_response_norm, size=5, alpha=5e-4, k=2.0)  # over 5 channels
-        pool = partial(F.max_pool2d, kernel_size=3, stride=2)
-        drop = partial(F.dropout, training=self.training)  # of gathered x: the same mask everywhere
-        x = copy_to_group(images, self.group)
-        x = pool(norm(self.conv1(x).relu()))  # (B, c1, 27, 27)
-        x = gather(pool(norm(self.conv2(x).relu())))  # (B, P c2, 13, 13)
-        x = self.conv3(x).relu()
-        x = self.conv4(x).relu()
-        x = gather(pool(self.conv5(x).relu()).flatten(1))  # (B, 36 P c5)
-        x = gather(self.dense1(x).relu())  # (B, P d1)
-        x = gather(self.dense2(drop(x)).relu())  # (B, P d2)
-        x = self.dense3(drop(x))  # (B, d3)
-        return gather_from_group(x, 1, self.group)  # all ranks compute the same loss
+            super().__init__(
+                copy, nn.Conv2d(3, c1, 11, stride=4, padding=2), relu, norm, pool,
+                nn.Conv2d(c1, c2, 5, padding=2), relu, norm, pool,  # (B, c2, 13, 13)
+                gather, nn.Conv2d(P * c2, c3, 3, padding=1), relu,
+                nn.Conv2d(c3, c4, 3, padding=1), relu,
+                nn.Conv2d(c4, c5, 3, padding=1), relu, pool, nn.Flatten(),  # (B, 36 c5)
+                gather, nn.Linear(P * 36 * c5, d1), relu,
+                gather, drop, nn.Linear(P * d1, d2), relu,
+                gather, drop, nn.Linear(P * d2, d3), result,
+            )  # fmt: skip
 
 
-def alexnet_bytes(batch, world_size, filters, dense, classes, itemsize=4):
-    """Return the bytes a rank sends in forward and backward."""
-    read = filters[1] * 13 * 13 + filters[4] * 6 * 6 + sum(dense)  # by conv3 and the dense layers
+class Apply(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function, **options):
+        super().__init__()
+        self.function = partial(function, **options)
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def alexnet_bytes(batch, sizes, world_size, itemsize=4):
+    """Return the bytes that a rank sends for AlexNet(sizes) in forward and backward."""
+    _, c2, _, _, c5, d1, d2, classes = sizes
+    read = c2 * 13 * 13 + c5 * 6 * 6 + d1 + d2  # by conv3 and the dense layers
     # It is gathered, and its gradient is reduce-scattered. The logits are gathered only.
     return reduce_scatter_bytes((2 * read + classes) * batch * itemsize, world_size)
 
@@ -1053,26 +1084,39 @@ def alexnet_bytes(batch, world_size, filters, dense, classes, itemsize=4):
 
 def _demonstrate():
     rank, P = rank_and_size()
+    T = 256 * P
     D = 64 * P
-    torch.manual_seed(0)  # every rank draws the whole matrices
-    x = torch.randn(1024, D, dtype=torch.float64, requires_grad=True)
-    up = torch.randn(4 * D, D, dtype=torch.float64) / D
-    down = torch.randn(D, 4 * D, dtype=torch.float64)
-    whole = F.linear(F.gelu(F.linear(x, up), approximate="tanh"), down)
-    (expected,) = torch.autograd.grad(whole.sum(), x)
+    torch.manual_seed(0)  # every rank draws the whole tensors
+    x = torch.randn(T, D, dtype=torch.float64, requires_grad=True)
+    up = torch.randn(4 * D, D, dtype=torch.float64).div_(D).requires_grad_()
+    down = torch.randn(D, 4 * D, dtype=torch.float64, requires_grad=True)
+    z = F.linear(F.gelu(F.linear(x, up), approximate="tanh"), down)
+    dx, dup, ddown = torch.autograd.grad(z.sum(), (x, up, down))
+
+    def with_sequence_parallel(x, up, down):
+        u = column_parallel_linear(x, up, sequence_parallel=True)
+        return row_parallel_linear(F.gelu(u, approximate="tanh"), down, sequence_parallel=True)
+
+    for mlp, split in ((split_mlp, False), (with_sequence_parallel, True)):
+        own = lambda whole: whole.chunk(P)[rank] if split else whole
+        parts = own(x), up.chunk(P)[rank], down.chunk(P, 1)[rank]
+        with count_bytes() as traffic:
+            own_z = mlp(*parts)
+            gradients = torch.autograd.grad(own_z.sum(), parts)
+        expected = own(z), own(dx), dup.chunk(P)[rank], ddown.chunk(P, 1)[rank]
+        error = max((a - b).abs().max() for a, b in zip((own_z, *gradients), expected))
+        claimed = tensor_parallel_layer_bytes(1, T, D, P, 8, regather=split) // 2
+        if rank == 0:
+            name = "MLP with sequence parallelism" if split else "MLP"
+            print(f"{P} ranks, {name}: claimed {claimed} bytes, counted {traffic.bytes()}")
+            print(f"largest difference from one process's results and gradients: {error:.1e}")
+
+    sizes = [8 * P] * 5 + [64 * P, 64 * P, 10 * P]
     with count_bytes() as traffic:
-        z = split_mlp(x, up.chunk(P)[rank], down.chunk(P, 1)[rank])
-        (dx,) = torch.autograd.grad(z.sum(), x)
-    sizes = [8 * P] * 5, (64 * P, 64 * P), 10 * P
-    with count_bytes() as of_alexnet:
-        AlexNet(*sizes)(torch.randn(2, 3, 224, 224)).sum().backward()
+        AlexNet(sizes)(torch.randn(2, 3, 224, 224)).sum().backward()
     if rank == 0:
-        claimed = 2 * all_reduce_bytes(x.nbytes, P)
-        print(f"{P} ranks, an MLP, f and g: claimed {claimed} bytes, counted {traffic.bytes()}")
-        error = max((z - whole).abs().max(), (dx - expected).abs().max())
-        print(f"largest difference from one process's Z and dX: {error:.1e}")
-        claimed = alexnet_bytes(2, P, *sizes)
-        print(f"{P} ranks, AlexNet: claimed {claimed} bytes, counted {of_alexnet.bytes()}")
+        claimed = alexnet_bytes(2, sizes, P)
+        print(f"{P} ranks, AlexNet: claimed {claimed} bytes, counted {traffic.bytes()}")
 
 
 if __name__ == "__main__":

@@ -270,7 +270,8 @@ def sequence_parallel_cases():
     attention = lambda x, qkv, out, *_: s.sequence_parallel_attention(x, norm, qkv, out, 2)
     inputs = [*zeros((2, 1, 4), (3, 2, 4), (4, 2)), *norm.parameters()]
     yield Case("sequence_parallel_attention", "V, V, V, R, R -> V", attention, inputs)
-    for attention in (s.allgather_attention, s.ring_attention, s.ulysses_attention):
+    methods = s.zigzag_allgather_attention, s.zigzag_ring_attention, s.zigzag_ulysses_attention
+    for attention in methods:
         for kv_heads in (1, 2 * P):
             q, kv = (1, 2 * P, 4, 3), (1, kv_heads, 4, 3)
             name = f"{attention.__name__}, {kv_heads=}"
@@ -488,12 +489,12 @@ FAULTS = {  # {"fault | case": (its section, patch)}
     "the maximum of the logits is this rank's | vocab_parallel_cross_entropy, inplace=False":
         (vocabulary_and_attention_cases,
             without_reduction(tensor_parallel, lambda t, *a: ReduceOp.MAX in a)),
-    "dk and dv are not summed over cp | allgather_attention, kv_heads=1":
+    "dk and dv are not summed over cp | zigzag_allgather_attention, kv_heads=1":
         (sequence_parallel_cases,
             put(sequence_parallel, "reduce_scatter_single", lambda right: own_part)),
-    "backward uses the local keys and values | ring_attention, kv_heads=1":
+    "backward uses the local keys and values | zigzag_ring_attention, kv_heads=1":
         (sequence_parallel_cases, put(sequence_parallel, "exchange", own_in_backward)),
-    "autograd does not see Ulysses' all-to-all | ulysses_attention, kv_heads=1":
+    "autograd does not see Ulysses' all-to-all | zigzag_ulysses_attention, kv_heads=1":
         (sequence_parallel_cases,
             put(sequence_parallel, "all_to_all_in_group", unseen_by_autograd)),
     "autograd does not see the all-to-all of experts | switch":

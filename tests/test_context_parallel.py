@@ -16,12 +16,16 @@ from ranks import least_bytes, on_ranks, run, shifted
 from replicas import assert_close, demonstration, interleaved_group
 from reference_gpt import attention
 from sequence_parallel import (
-    allgather_attention, context_parallel_bytes, context_positions, gathered_blocks,
-    ring_attention, ring_block, simple_ring_attention, ulysses_attention,
+    context_parallel_bytes, context_positions, gathered_blocks, ring_block, simple_ring_attention,
+    zigzag_allgather_attention, zigzag_ring_attention, zigzag_ulysses_attention,
 )
 from transformer import Peak, saved_bytes
 
-METHODS = {"allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention}
+METHODS = {
+    "allgather": zigzag_allgather_attention,
+    "ring": zigzag_ring_attention,
+    "ulysses": zigzag_ulysses_attention,
+}
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -177,14 +181,19 @@ def test_every_method_sends_what_its_formula_says(method, dtype):
 
 @on_ranks(3)
 def test_the_demonstration_prints_what_the_table_says():
+    """A line for an MLP, then for each method in plain order, then in zig-zag order."""
     _, P = rank_and_size()
-    lines = demonstration(sequence_parallel).splitlines()
-    s, h, h_kv = 256 * P, 2 * P * 16, P * 16
-    kv, heads = 2 * (P - 1) * s * h_kv // P * 8, 2 * (P - 1) * s * (h + h_kv) // P**2 * 8
-    expected = {"allgather": (kv, kv), "ring": (kv, 2 * kv), "ulysses": (heads, heads)}
-    for (name, nbytes), line in zip(expected.items(), lines, strict=True):
+    of_mlp, *lines = demonstration(sequence_parallel).splitlines()
+    mlp = 4 * (P - 1) * 64 * 2 * 16 * P * 8
+    kv = 2 * (P - 1) * 256 * 2 * P * 16 * 8
+    expected = {"allgather": [kv, kv], "ring": [kv, 2 * kv], "ulysses": [2 * kv // P, 2 * kv // P]}
+    assert f"claimed {mlp}, counted {mlp}" in of_mlp
+    names = [f"{order}_{name}" for order in ("simple", "zigzag") for name in expected]
+    for name, line in zip(names, lines, strict=True):
+        nbytes = expected[name.split("_")[1]]
+        nbytes = nbytes[:1] if name == "simple_ring" else nbytes  # it has no backward
         assert line.startswith(name) and f"claimed {nbytes}, counted {nbytes}" in line
-        assert float(line.split()[-1]) < 1e-12
+    assert all(float(line.split()[-1]) < 1e-12 for line in (of_mlp, *lines))
 
 
 @on_ranks(3)
@@ -196,7 +205,7 @@ def test_a_ring_computes_while_keys_values_and_their_gradients_travel():
     noted = {name: note(getattr(sequence_parallel, name)) for name in kernels}
     q, k, v = torch.randn(3, 1, 2, 8, 4, requires_grad=True)
     with observe(listen), patch.multiple(sequence_parallel, **noted):
-        y = ring_attention(q, k, v)
+        y = zigzag_ring_attention(q, k, v)
         assert log == ["exchange", "compute", "wait"] * 2 + ["compute"]
         log.clear()
         y.sum().backward()  # the first visit, of this rank's own keys and values, is skipped

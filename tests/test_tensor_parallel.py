@@ -844,6 +844,19 @@ def test_ids_outside_the_vocabulary_give_nan():
 
 @split_or_not
 @on_ranks(2)
+def test_the_results_of_linear_layers_may_be_changed_in_place(along_sequence):
+    """Autograd would refuse it if a result were a view of the chunks that it consists of."""
+    with chunks_of_any_size(along_sequence == BY_CHUNKS):
+        for function, width in (column_parallel_linear, 6), (row_parallel_linear, 3):
+            weight = torch.randn(4, width, requires_grad=True)
+            make = lambda: function(torch.ones(4, width), weight, sequence_parallel=along_sequence)
+            (expected,) = torch.autograd.grad(F.relu(make()).sum(), weight)
+            make().relu_().sum().backward()
+            assert torch.equal(weight.grad, expected)
+
+
+@split_or_not
+@on_ranks(2)
 def test_mixed_dtypes_are_refused_whether_or_not_products_are_made_by_chunks(along_sequence):
     x = torch.randn(4, 6).bfloat16()
     with chunks_of_any_size(along_sequence == BY_CHUNKS):
@@ -1006,17 +1019,17 @@ def test_a_sharded_state_draws_on_the_gpu_that_it_is_given():
 class PlainAlexNet(nn.Module):
     """AlexNet in one process, with convolutions in groups, and with PyTorch's initial values."""
 
-    def __init__(self, filters, dense, classes, groups):
+    def __init__(self, sizes, groups):
         super().__init__()
-        c1, c2, c3, c4, c5 = filters
+        c1, c2, c3, c4, c5, d1, d2, d3 = sizes
         self.conv1 = nn.Conv2d(3, c1, 11, 4, 2)
         self.conv2 = nn.Conv2d(c1, c2, 5, 1, 2, groups=groups)
         self.conv3 = nn.Conv2d(c2, c3, 3, 1, 1)
         self.conv4 = nn.Conv2d(c3, c4, 3, 1, 1, groups=groups)
         self.conv5 = nn.Conv2d(c4, c5, 3, 1, 1, groups=groups)
-        self.dense1 = nn.Linear(36 * c5, dense[0])
-        self.dense2 = nn.Linear(*dense)
-        self.dense3 = nn.Linear(dense[1], classes)
+        self.dense1 = nn.Linear(36 * c5, d1)
+        self.dense2 = nn.Linear(d1, d2)
+        self.dense3 = nn.Linear(d2, d3)
         self.groups = groups
 
     def norm(self, x):
@@ -1037,17 +1050,16 @@ class PlainAlexNet(nn.Module):
         return self.dense3(F.dropout(self.dense2(x).relu()))
 
 
-SMALL = {"filters": (12, 24, 36, 24, 12), "dense": (24, 36), "classes": 12}
+SMALL = (12, 24, 36, 24, 12, 24, 36, 12)
 
 
 def _alexnets(tp, group):
     """Return AlexNet in one process, and over the group with the same weights."""
-    plain = PlainAlexNet(**SMALL, groups=tp).double()
-    parallel = AlexNet(**SMALL, group=group).double()
-    shards = shards_of(parallel)
+    plain = PlainAlexNet(SMALL, groups=tp).double()
+    parallel = AlexNet(SMALL, group=group).double()
     with torch.no_grad():
-        for name, parameter in parallel.named_parameters():
-            parameter.copy_(_part(plain.get_parameter(name), shards[name], group))
+        for own, full in zip(parallel.parameters(), plain.parameters(), strict=True):
+            own.copy_(full.chunk(tp)[rank_and_size(group)[0]])
     return plain, parallel
 
 
@@ -1059,7 +1071,7 @@ def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas)
     torch.manual_seed(shifted(replica))
     nets = _alexnets(tp, group)
     plain, parallel = nets
-    shards = shards_of(parallel)
+    rank, _ = rank_and_size(group)
     optimizers = [torch.optim.SGD(net.parameters(), 0.1, 0.9) for net in nets]
     images = 20 * torch.randn(2, 3, 224, 224, dtype=torch.float64)
     target = torch.randint(12, (2,))
@@ -1073,10 +1085,9 @@ def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas)
             F.cross_entropy(logits, target).backward()
             results.append((logits, x.grad))
         assert_close(*results)
-        for name, parameter in parallel.named_parameters():
-            expected = plain.get_parameter(name).grad
-            assert expected.norm() > 1e-4, name
-            assert_close(parameter.grad, _part(expected, shards[name], group), name=name)
+        for parameter, (name, full) in zip(parallel.parameters(), plain.named_parameters()):
+            assert full.grad.norm() > 1e-4, name
+            assert_close(parameter.grad, full.grad.chunk(tp)[rank], name=name)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -1084,7 +1095,7 @@ def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas)
 @on_ranks(1, 2, 4)
 def test_alexnet_sends_what_conv3_and_the_dense_layers_read_and_the_logits():
     P = dist.get_world_size()
-    net = AlexNet(**SMALL)
+    net = AlexNet(SMALL)
     images = torch.randn(3, 3, 224, 224)
     with count_bytes() as traffic:
         logits = net(images)
@@ -1092,7 +1103,7 @@ def test_alexnet_sends_what_conv3_and_the_dense_layers_read_and_the_logits():
         logits.sum().backward()
     read = 24 * 13 * 13 + 12 * 6 * 6 + 24 + 36  # numbers per image
     assert forward == traffic.bytes("all_gather_single") == 4 * 3 * (read + 12) * (P - 1) // P
-    assert traffic.bytes() == alexnet_bytes(3, P, **SMALL)
+    assert traffic.bytes() == alexnet_bytes(3, SMALL, P)
     assert traffic.bytes() - forward == traffic.bytes("reduce_scatter_single")
 
 
@@ -1103,7 +1114,7 @@ def test_alexnet_has_the_papers_size_and_each_rank_draws_filters_of_its_own():
             whole = sum(parameter.numel() for parameter in AlexNet().parameters()) * 2
     assert whole == 60_965_224  # "60 million parameters"
     torch.manual_seed(shifted(0))
-    for parameter in AlexNet(**SMALL).parameters():
+    for parameter in AlexNet(SMALL).parameters():
         first, second = gather_objects(parameter.detach())
         assert (first != second).float().mean() > 0.9
 
@@ -1113,11 +1124,14 @@ def test_the_demonstration_prints_the_bytes_of_an_mlp_and_of_alexnet():
     _, P = rank_and_size()
     printed = demonstration(tensor_parallel)
     figures = re.findall(r"claimed (\d+) bytes, counted (\d+)", printed)
-    mlp = 2 * 2 * (P - 1) * 1024 * 64 * 8  # f and g
+    all_reduce = 2 * (P - 1) * 256 * 64 * P * 8
     read = 8 * P * 13 * 13 + 8 * P * 6 * 6 + 2 * 64 * P  # numbers that are gathered per image
     alexnet = (2 * read + 10 * P) * 2 * 4 * (P - 1) // P
-    assert figures == [(str(nbytes), str(nbytes)) for nbytes in (mlp, alexnet)]
-    assert float(re.search(r"Z and dX: (.*)", printed).group(1)) < 1e-10
+    # f and g; with sequence parallelism backward also gathers X again
+    claimed = 2 * all_reduce, 5 * all_reduce // 2, alexnet
+    assert figures == [(str(nbytes), str(nbytes)) for nbytes in claimed]
+    errors = re.findall(r"and gradients: (.*)", printed)
+    assert len(errors) == 2 and max(map(float, errors)) < 1e-10
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -1134,7 +1148,7 @@ def test_errors_name_sizes_that_cannot_be_split():
         (lambda: ParallelSelfAttention(24, 6, 2), "kv_heads=2 is not divisible by tp=3"),
         (lambda: ParallelSelfAttention(18, 9, 6), "kv_heads=6, heads=9 and hidden=18"),
         (lambda: row(torch.zeros(4, 2, 1)), "T=4 is not divisible by tp=3"),
-        (lambda: AlexNet(classes=10), "tp=3 does not divide each of .* classes=10"),
+        (lambda: AlexNet((96, 10)), r"tp=3 does not divide each of sizes=\(96, 10\)"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -30,7 +30,9 @@ from expert_parallel import dispatch_and_combine
 from models import GPUS, MODELS
 from pipeline import SCHEDULES, draw, measure
 from ranks import least_bytes, run
-from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
+from sequence_parallel import (
+    zigzag_allgather_attention, zigzag_ring_attention, zigzag_ulysses_attention,
+)
 from tensor_parallel import attention
 from transformer import TransformerLayer, bytes_of_new_tensors, norm_bytes, saved_bytes
 from zero import FullyShardedDataParallel, zero_memory
@@ -132,7 +134,7 @@ def count():
     found["sp"], found["kept sp"] = _layer(**sequence)
     found["kept selective"] = _layer("selective", **sequence)[1]
     found["kept full"] = _layer("full", **sequence)[1]
-    for method in (allgather_attention, ring_attention, ulysses_attention):
+    for method in (zigzag_allgather_attention, zigzag_ring_attention, zigzag_ulysses_attention):
         found[method.__name__] = _context(method)
     return found | {"experts": _experts()}
 
@@ -143,7 +145,7 @@ def rows():
     n, D, scores = 1 << 20, 4 * 4 * 480 * 480, 5 * A * S / H
     kv, tokens = 2 * sbh // P, N * K * H
     small, zero, papers = n // 4, ("zero", "2_2_2_and_3"), ("collectives", "bytes_of_the_papers")
-    gathered, ulysses = "allgather_attention", "ulysses_attention"
+    gathered, ulysses = "zigzag_allgather_attention", "zigzag_ulysses_attention"
     held, kept = ("zero", "holds_16"), ("sequence_parallel", "bytes_of_the_paper")
     routed = "experts", "expert_parallel", "send_the_routed"
     layer, context = ("tensor_parallel", "8_b_s_h"), ("context_parallel", "what_its_formula")
@@ -170,7 +172,7 @@ def rows():
         ("kept, tp + sp, scores recomputed", "34sbh/P", 34 * sbh / P, "kept selective", *kept),
         ("kept, tp + sp, all recomputed", "2sbh/P", 2 * sbh / P, "kept full", *kept),
         ("cp by all-gather", "keys, values x (P-1)", 4 * kv * (P - 1), gathered, *context),
-        ("cp by a ring", "the same", 4 * kv * (P - 1), "ring_attention", *context),
+        ("cp by a ring", "the same", 4 * kv * (P - 1), "zigzag_ring_attention", *context),
         ("cp by Ulysses", "4bsh/P x (P-1)/P", 16 * sbh / P * crossing, ulysses, *context),
         ("experts", "2Nkh(P-1)/P, and counts", 8 * tokens * crossing + 8 * (P - 1), *routed),
     ]
