@@ -1705,6 +1705,40 @@ WRITES = {  # ways in which scripts change a weight by hand
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("replaces", [False, True], ids=["step", "load"])
+def test_backward_of_a_forward_before_the_last_step_is_rejected_also_after_another_forward(
+    stage, replaces
+):
+    x = own_part(make_data(4))
+    model, optimizer = shard(make_net(), stage)
+    state = model.state_dict()
+    model(x).sum().backward()
+    loss = model(x).square().sum()
+    if replaces:
+        model.load_state_dict(state)
+    else:
+        optimizer.step()
+    model(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_finish_grad_sync_sums_gradients_of_no_sync_also_beside_sums_that_are_under_way():
+    x = own_part(make_data(4))
+    net = make_net()
+    alone = gradients_alone(make_net(), lambda net: net(make_data(4)).sum() * 2 / 2)
+    model = FullyShardedDataParallel(net, wait_in_backward=False)
+    losses = [model(x).sum() for _ in range(2)]
+    losses[0].backward()
+    with model.no_sync():
+        losses[1].backward()
+    model.finish_grad_sync()
+    assert_close(whole_gradients(model.module), alone)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
 def test_weights_changed_by_hand_are_used_or_the_pass_is_rejected(stage):
     """Averages, swaps and optimizers of one's own write through .data.
 
