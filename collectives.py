@@ -10,7 +10,7 @@ Here a sum travels around a ring of ranks:
       +-------------------------------+
 
 A rank holds   its tensors, and scratch memory for what arrives: on a ring, 2/P of the tensor's D
-               bytes. The upper floor cuts most long tensors into segments, which bounds it
+               bytes. The upper floor mostly cuts long tensors into segments, which bounds it
 It sends       2(P-1)/P D in an all-reduce on a ring, the fewest bytes possible if only ranks add.
                A table below has all collectives, others the algorithms for an all-reduce
 Overlap        with async_op=True an operation runs beside the caller's computation: in a thread if
@@ -483,23 +483,23 @@ def all_reduce_bytes(nbytes, world_size):
 #
 # If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
 # of x's gradient, and the parts are summed. If all ranks use x identically, each already has the
-# whole gradient, and a sum would count it once for every rank. So a tensor has one of four types
-# over a group, as in Meta's spmd_types, and so has its gradient:
-#
-#     type          the ranks hold                   a rank's gradient is      the gradient's type
-#     invariant     equal tensors, used identically  whole, equal on all       invariant
-#     replicated    equal tensors, used differently  a part; the sum is meant  partial
-#     varying       tensors of their own             that of its own tensor    varying
-#     partial       parts; the sum is meant          the sum's, equal on all   replicated
-#
-# For example, x = 3 is multiplied by w = 2 on rank 0 and by w = 5 on rank 1, and y is the sum of
-# the products. Gradients are computed from the last row up, beginning with y's, which is 1:
+# whole gradient, and a sum would count it once for every rank. For example, x = 3 is multiplied by
+# w = 2 on rank 0 and by w = 5 on rank 1, and y is the sum of the products. Gradients are computed
+# from the last row up, beginning with y's, which is 1:
 #
 #                                tensor on ranks 0, 1         gradient on ranks 0, 1
 #     x                             3      3   invariant         7      7   invariant
 #     c = copy_to_group(x)          3      3   replicated        2      5   partial
 #     p = w * c                     6     15   partial           1      1   replicated
 #     y = reduce_from_group(p)     21     21   invariant         1      1   invariant
+#
+# A tensor has one of four types over a group, as in Meta's spmd_types, and so has its gradient:
+#
+#     type          the ranks hold                   a rank's gradient is      the gradient's type
+#     invariant     equal tensors, used identically  whole, equal on all       invariant
+#     replicated    equal tensors, used differently  a part; the sum is meant  partial
+#     varying       tensors of their own             that of its own tensor    varying
+#     partial       parts; the sum is meant          the sum's, equal on all   replicated
 #
 # copy_to_group() makes a replicated tensor of an invariant one, so its backward makes an invariant
 # gradient of a partial one. It is an all-reduce: 2 + 5 = 7. The tensor p is partial since its sum
@@ -841,7 +841,9 @@ ALGORITHMS = ("naive", "recursive_doubling", *PHASES)
 #     gloo, from 2 MB on     ring, hierarchical                   ring, hierarchical
 #
 # In the last column, halving needs a P that is a power of two. For any other P, gloo has direct
-# instead. With NCCL each rank would need a connection to every other one.
+# instead. With NCCL each rank would need a connection to every other one. Where halving may be
+# taken and P is a power of two, no ring is, as it sends as many bytes in more steps. So between
+# nodes of GPUs, a long tensor takes scratch of 3/4 of its size: it is better passed in buckets.
 #
 # The constants are fixed, not measured at start-up, so that results do not depend on timing. They
 # were measured for gloo with 2 to 8 ranks on 2 cores, and estimated for NCCL.
@@ -908,7 +910,7 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, both_phases=False):
     def cost(name):  # of both phases; one costs half of it, whatever the name
         steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
         if name == "hierarchical":
-            sent //= ranks_per_node  # what leaves the node, if each rank has a network card
+            sent //= ranks_per_node  # no more leaves the node, if each rank has a network card
         return steps * step_bytes + sent
 
     return min(names, key=cost)
@@ -945,11 +947,13 @@ def choose_segments(nbytes, P, ranks_per_node, on_nccl, both_phases=False, name=
 # Names, arguments and results are those of torch.distributed (all_gather_into_tensor is its older
 # name of all_gather_single), with these differences:
 #
-#     order        the collectives of a group run one after the other, whichever streams call them,
-#                  and one thread at a time may call them
+#     order        the collectives of a group run one after the other for each device, whichever
+#                  streams call them. One thread at a time may call them. All ranks must use several
+#                  groups in one order, or on NCCL hosts could wait for one another, see _Stream
 #     CUDA graphs  cannot hold them, since the host asks which have ended
 #     tensors      with gaps are copied, and not refused
 #     AVG          divides the sum, so fp16 may overflow where NCCL's, which divides first, does not
+#     MIN, MAX     are NaN where a tensor has a NaN
 #     reduce       changes only the root's tensor
 #     broadcast    has a default for the root, global rank 0, and so has reduce
 #     all_gather   takes unequal lengths, also on gloo
@@ -1252,7 +1256,7 @@ def launch(work, plan, outputs, inputs=(), backend=None):
         queue = work.queue
         if (work.async_op and work.world_size > 1) or not queue.last.is_completed():
             work.pending = queue.submit(task, (*outputs, *inputs))
-        else:  # nothing is pending: other calls that ran at once have ended
+        else:  # nothing is pending; streams and NCCL keep the order of calls that ran at once
             task()
             queue.note_launch()
     if work.async_op:
@@ -1326,9 +1330,9 @@ def exchange(sends, receives, group=None, async_op=False):
     work = Work("exchange", group, tensor, async_op)
     work.tell("begin")
     try:
-        with suppress(Exception):  # an error of a pending collective is raised by its own wait()
-            work.queue.last.finish()
         with only_caller(work):
+            with suppress(Exception):  # a pending collective raises its error in its own wait()
+                work.queue.last.finish()
             await_messages = post(work, sends, receives)
     except BaseException:
         work.tell("end")
@@ -1755,8 +1759,8 @@ def count_bytes():
 def _told_and_checked(exchange):
     """Let listeners hear of plain_exchange(), and let it refuse what would go wrong in silence.
 
-    Tensors with gaps raise ValueError. On gloo, pending operations of the group raise RuntimeError,
-    because messages of both could arrive in place of one another.
+    Tensors with gaps raise ValueError. On gloo, pending collectives of the group raise RuntimeError
+    because messages of both could arrive in place of one another. So does a call in another thread.
     """
 
     @wraps(exchange)
@@ -1772,7 +1776,8 @@ def _told_and_checked(exchange):
             pending = "plain_exchange() while operations of its group are pending"
             raise RuntimeError(f"{pending}: call exchange(), or wait() for them")
         work.tell("post", sends, receives)
-        exchange(sends, receives, group)
+        with only_caller(work):
+            exchange(sends, receives, group)
 
     return told
 
@@ -1882,16 +1887,21 @@ def _demonstrate():
     nbytes = 840 * 128 * P  # every algorithm cuts it evenly for P up to 8
     ranks_per_node = 1 if P % 2 else 2
     set_ranks_per_node(ranks_per_node)
-    for name in ALGORITHMS:
+
+    def run(what, algorithm, call):
         tensor = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(rank))
         expected = tensor.double()
         dist.group.WORLD.allreduce([expected]).wait()
         with count_bytes() as traffic:
-            all_reduce(tensor, algorithm=name)
-        steps, sent = all_reduce_cost(name, nbytes, P, ranks_per_node, rank)
+            call(tensor)
+        steps, sent = all_reduce_cost(algorithm, nbytes, P, ranks_per_node, rank)
         if rank == 0:
-            print(f"{name:20}{steps:3} steps, {sent:9} bytes claimed, {traffic.bytes():9} counted,"
+            print(f"{what:20}{steps:3} steps, {sent:9} bytes claimed, {traffic.bytes():9} counted,"
                   f" at most {(tensor - expected).abs().max():.0e} from gloo's sum")
+
+    run("ring_all_reduce()", "ring", ring_all_reduce)
+    for name in ALGORITHMS:
+        run(name, name, partial(all_reduce, algorithm=name))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
     torchrun --nproc-per-node 4 ddp.py      prints claimed and counted bytes, and the gradient error
 """
 
+import copy
 import weakref
 from collections import deque
 from contextlib import contextmanager
@@ -61,8 +62,8 @@ class Bucket:
 
     All ranks must start their all-reduces in the same order, since messages are matched by order.
     So autograd must complete the buckets in one order on all ranks, and each loss must use all
-    parameters, or a bucket would never be complete. All of them have one dtype and require
-    gradients, and each backward is followed by finish().
+    parameters, or a bucket would never be complete. A bucket's parameters have one dtype and
+    require gradients, and each backward is followed by finish().
     """
 
     def __init__(self, parameters, group=None):
@@ -112,13 +113,14 @@ def backward_in_buckets(loss, buckets):
 # The wrapper below does the same for any module and any loss. What grows out of Bucket, and where:
 #
 #     Bucket                           below
-#     packs gradients when complete    each gradient has a slot in a tensor that      GradBucket
-#                                      lasts, and .grad may be this slot
+#     packs gradients in a new tensor  packs them in one that lasts, with a slot for  GradBucket
+#                                      each of them, and .grad may be this slot
 #     divides the sum by P             divides gradients by P before the sum, so      GradBucket
 #                                      that it does not overflow in fp16
 #     starts an all-reduce             starts any kind of sum                         GradientSum
 #     starts it when complete          starts it after those of earlier buckets       Reducer
-#     waits for every gradient         a gradient that does not come counts as 0      Reducer
+#     needs every gradient             takes .grad as it is, or zeros, for one that   Reducer
+#                                      does not come
 #     finishes when told to            finishes at the end of the outermost backward  the wrapper
 #
 # All of it comes together in DistributedDataParallel. Buffers come after it and can be skipped, and
@@ -196,7 +198,8 @@ def fill_buckets(parameters, cap_bytes, kind):
             buckets.append(filling[its_kind])
         filling[its_kind].append(parameter)
         room[its_kind] -= nbytes
-    # a bucket is complete with its last gradient; those of several kinds were filled side by side
+    # A bucket is complete with its last gradient. Of two kinds that were filled side by side, such
+    # as large weights and small biases, a bucket that began first may be complete last.
     position = {parameter: i for i, parameter in enumerate(parameters)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
@@ -292,7 +295,8 @@ class Reducer:
         start()                 0 1 2
         bucket 1 is complete    0 1 2               its sum begins after that of bucket 0
         bucket 0 is complete    2         0 1       both sums begin
-        finish()                          0 1 2     a missing gradient counts as zero
+        finish()                          0 1 2     the last sum begins with .grad as it is,
+                                                    or zeros, for a gradient that is missing
                                                     all sums have ended
 
     order: the buckets, in the order in which their sums begin.
@@ -347,8 +351,8 @@ class Reducer:
 #
 # A round is one pass of the Reducer over all buckets. It begins with the first gradient of a
 # backward, and must end when that backward ends: the optimizer steps next, and a gradient that has
-# not come by then counts as zero. So at its first gradient, a round asks autograd to call a
-# function when the running backward ends.
+# not come by then will not come. So at its first gradient, a round asks autograd to call a function
+# when the running backward ends.
 #
 # But a backward may run inside another one. When backward reaches a reentrant checkpoint, it runs
 # the layers in it forward again, and an inner backward through them. Then it goes on with the
@@ -362,7 +366,7 @@ class Reducer:
 #                         asks  3   2   end
 #
 #     layer 4 is frozen       [ checkpoint ]   1   end: the round ends
-#                               3   2   end: passes the request on to the outer backward
+#                               3   2   end    asks again, since the end before it was not the last
 #                               asks
 #
 #     no batch            sync_without_batch() begins a round and ends it
@@ -386,7 +390,8 @@ def at_end_of_outermost_backward(function):
             return
         # An inner backward has run in this node, such as a checkpoint's. Until end() returns,
         # autograd takes it for the running one. The outer backward goes on with the next nodes, so
-        # these ask again. If it runs none of them, the next forward() raises an error.
+        # these ask again. If it runs none of them, the optimizer steps before the sums have ended,
+        # and the next forward() raises an error.
         for node, _ in outer_node.next_functions:
             if node is not None:
                 before_node(node, lambda: at_end_of_outermost_backward(function))
@@ -422,14 +427,14 @@ class DistributedDataParallel(nn.Module):
     no_sync(), which sets require_backward_grad_sync to False. Every rank takes part in a reduction,
     and in the optimizer's step:
 
-        a rank without                       calls
-        a parameter that its loss uses       finish_grad_sync() instead of backward()
-        a batch                              sync_without_batch() instead of both passes
+        a rank without                    calls
+        a parameter that its loss uses    start_grad_sync() and finish_grad_sync(), not backward()
+        a batch                           sync_without_batch() instead of both passes
 
     - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
       momentum still change it.
     - A rank that evaluates alone calls model.module(x). model(x) may wait for the other ranks, see
-      broadcast_buffers.
+      broadcast_buffers. model.module.state_dict() has the module's own names.
     - Keep the wrapper until backward has ended. Autograd does not, and without it nothing is
       reduced.
     - Hooks of parameters see this rank's own gradient. An optimizer that steps in one would let
@@ -440,8 +445,8 @@ class DistributedDataParallel(nn.Module):
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
         Large buckets take fewer messages, and small ones leave less to be sent after backward.
     broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, except
-        when the previous one ran in no_sync() or no_grad() and no gradients were reduced since. So
-        all ranks must run such a forward pass, also an evaluation, or none.
+        when the previous one ran in no_sync() or no_grad() and no gradients were reduced since. A
+        forward pass that copies them waits for all ranks, also in an evaluation.
     gradient_as_bucket_view: make .grad a view of its bucket. Sums are not copied back then, and
         after backward() gradients take memory once. A later backward() overwrites a .grad that a
         script has saved without clone().
@@ -459,11 +464,12 @@ class DistributedDataParallel(nn.Module):
     holds ranks over which tensor_parallel.py has split a parameter. It also raises ValueError if
     trained parameters are on several devices.
     forward() raises RuntimeError on every rank if a buffer differs between ranks in shape or dtype,
-    and on this one if reductions are under way, as after a backward() that failed, unless
-    wait_in_backward is False.
-    backward() raises RuntimeError if reductions of an earlier one are under way, if a parameter was
-    frozen, unfrozen or converted after wrapping, if a gradient is sparse or computed twice in one
-    pass, or if create_graph is True.
+    and on this one if reductions are under way, as after a backward() that failed. If
+    wait_in_backward is False, it does so only where it copies buffers.
+    backward() raises RuntimeError on this rank if a gradient is sparse, comes again before it was
+    reduced, or is itself to be differentiated (create_graph), or if a parameter was frozen,
+    unfrozen or converted after wrapping. The other ranks then wait until the group's timeout. After
+    a backward() that failed, no other may follow before finish_grad_sync() on every rank.
     """
 
     def __init__(
@@ -493,12 +499,13 @@ class DistributedDataParallel(nn.Module):
         parameters = [p for _, p in named if p.requires_grad][::-1]
         check_device(parameters)
         kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
-        divisor = gradient_divide_factor
-        if divisor is None:
-            divisor = dist.get_world_size(process_group)
-        how = divisor, gradient_as_bucket_view, gradient_sum or GradientSum()
-        filled = fill_buckets(parameters, cap_bytes, kind)
-        self.buckets = [GradBucket(bucket, group_of(bucket[0]), *how) for bucket in filled]
+        divisor = gradient_divide_factor or dist.get_world_size(process_group)
+        gradient_sum = gradient_sum or GradientSum()
+        self.buckets = []
+        for filled in fill_buckets(parameters, cap_bytes, kind):
+            group = group_of(filled[0])
+            bucket = GradBucket(filled, group, divisor, gradient_as_bucket_view, gradient_sum)
+            self.buckets.append(bucket)
         self.reducer = Reducer(self.buckets)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self._dtypes = {p: grad_dtype(p) for p in parameters}
@@ -510,7 +517,7 @@ class DistributedDataParallel(nn.Module):
         if self.wait_in_backward:
             self._check_idle()
         self._broadcast_buffers()
-        self._replicated.may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._replicated.are_due = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._expects_backward = self._expects_backward or torch.is_grad_enabled()
         return self.module(*args, **kwargs)
 
@@ -548,7 +555,8 @@ class DistributedDataParallel(nn.Module):
     def start_grad_sync(self, awaited=()):
         """Start to reduce all gradients; those of `awaited` parameters follow as they are computed.
 
-        Only finish_grad_sync() ends this round of reductions; the end of backward does not.
+        Zero-bubble pipelines (pipeline.py) compute some gradients after backward. Only
+        finish_grad_sync() ends this round of reductions; the end of backward does not.
         """
         self._check_idle()
         self._start(awaited)
@@ -567,14 +575,16 @@ class DistributedDataParallel(nn.Module):
                 return
             self._start()
         self._expects_backward = False
-        self._replicated.may_differ = True  # a forward has changed them, here or on other ranks
+        self._replicated.are_due = True  # a forward has changed them, here or on other ranks
         self.reducer.finish()
 
     def sync_without_batch(self):
         """Take this rank's part in a step for which it has no batch, in place of both passes.
 
-        Its gradients count as they are, so as zero if they have been cleared. A sharded module
-        cannot do so: its ranks need each other's shards, so each has to run every pass.
+        Its gradients count as they are, so as zero if they have been cleared. If the module has
+        buffers, the other ranks must run all microbatches of this step but the last in no_sync(),
+        forward and backward, so that they also copy buffers once. A sharded module cannot do
+        without a batch: its ranks need each other's shards, so each has to run every pass.
         """
         self._check_idle()
         self._broadcast_buffers()  # the other ranks do so in forward()
@@ -596,7 +606,7 @@ class DistributedDataParallel(nn.Module):
             raise RuntimeError(f"{what}. If backward has failed, {cure}")
 
     def _broadcast_buffers(self):
-        if self.broadcast_buffers:
+        if self.broadcast_buffers and self._replicated.names and self._replicated.are_due:
             self._check_idle()  # or ranks might begin this and their last sums in unlike orders
             self._replicated.broadcast()
 
@@ -680,7 +690,8 @@ class DistributedDataParallel(nn.Module):
 class ReplicatedBuffers:
     """The buffers that a module has when it is wrapped; the first rank's are copied to all ranks.
 
-    may_differ: whether the next forward pass must copy them. The wrapper sets it when PyTorch's
+    names: those of the buffers. The wrapper calls nothing here if there are none.
+    are_due: whether the next forward pass has to copy them. The wrapper sets it when PyTorch's
         does: to True in a forward pass outside of no_sync() and no_grad(), in which buffers such as
         running means change, and in a reduction; to False in any other forward pass.
     """
@@ -692,12 +703,10 @@ class ReplicatedBuffers:
         named = not_ignored(module, module.named_buffers())
         self.names = {name for name, _ in named}
         self.agreed = describe(named)  # what the ranks have agreed on
-        self.may_differ = True
+        self.are_due = True
 
     def broadcast(self):
-        """If buffers may differ, copy the first rank's. All ranks must agree on their shapes."""
-        if not (self.may_differ and self.names):
-            return
+        """Copy the first rank's buffers. All ranks must agree on their shapes."""
         named = [(n, b) for n, b in self.module.named_buffers() if n in self.names]
         self.agree(named)
         # .data hides these writes from autograd, as PyTorch's class does. BatchNorm saves its
@@ -941,15 +950,23 @@ def _demonstrate():
     module = nn.Sequential(*[nn.Linear(480, 480, bias=False) for _ in range(4)]).double()
     inputs = torch.randn(8 * world_size, 480, dtype=torch.float64)
     whole = torch.autograd.grad(module(inputs).square().mean(), list(module.parameters()))
-    model = DistributedDataParallel(module, bucket_cap_mb=2)
-    with count_bytes() as traffic:
-        model(inputs.chunk(world_size)[rank]).square().mean().backward()
-    error = max((p.grad - g).abs().max().item() for p, g in zip(module.parameters(), whole))
-    if rank == 0:
-        claimed = ddp_bytes(module, world_size)
-        counted = traffic.bytes("all_reduce")
-        print(f"{len(model.buckets)} buckets, claimed {claimed} bytes, counted {counted}")
-        print(f"largest difference from one process's gradients: {error:.1e}")
+    loss = lambda model: model(inputs.chunk(world_size)[rank]).square().mean()
+
+    def run(what, step, replica):
+        with count_bytes() as traffic:
+            step()
+        error = max((p.grad - g).abs().max().item() for p, g in zip(replica.parameters(), whole))
+        if rank == 0:
+            claimed = ddp_bytes(replica, world_size)
+            print(f"{what}: claimed {claimed} bytes, counted {traffic.bytes('all_reduce')}")
+            print(f"    largest difference from one process's gradients: {error:.1e}")
+
+    plain = copy.deepcopy(module)
+    last_first = [*plain.parameters()][::-1]
+    buckets = [Bucket(last_first[:2]), Bucket(last_first[2:])]
+    run("backward_in_buckets()", lambda: backward_in_buckets(loss(plain), buckets), plain)
+    model = DistributedDataParallel(module, bucket_cap_mb=4)
+    run(f"the wrapper, {len(model.buckets)} buckets", lambda: loss(model).backward(), module)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from unittest.mock import Mock, call, patch
 
@@ -1360,18 +1360,20 @@ def test_messages_of_the_user_do_not_meet_ours():
 def test_the_demonstration_counts_what_it_claims():
     steps = []  # of each all-reduce: the batches that this rank posts
 
-    def counted(*arguments, **options):
+    def counted(call, tensor, **options):
         with observe(lambda event, *_: posted.append(event == "post")):
             posted = []
-            all_reduce(*arguments, **options)
+            call(tensor, **options)
         steps.append(sum(posted))
 
-    patched = patch.object(collectives, "all_reduce", counted)
-    with redirect_stdout(io.StringIO()) as printed, patched:
+    with redirect_stdout(io.StringIO()) as printed, ExitStack() as patches:
+        for name in ("ring_all_reduce", "all_reduce"):
+            call = partial(counted, getattr(collectives, name))
+            patches.enter_context(patch.object(collectives, name, call))
         collectives._demonstrate()
-    table = r"^\w+ +(\d+) steps, +(\d+) bytes claimed, +(\d+) counted, at most [0-9]e-0[67] from"
+    table = r"^[\w()]+ +(\d+) steps, +(\d+) bytes claimed, +(\d+) counted, at most \de-0[67] from"
     rows = re.findall(table, printed.getvalue().replace("0e+00", "1e-07"), re.M)
-    assert len(rows) == (6 if dist.get_rank() == 0 else 0)
+    assert len(rows) == (7 if dist.get_rank() == 0 else 0)
     assert all(claimed == counted for _, claimed, counted in rows)
     assert not rows or [int(claimed) for claimed, *_ in rows] == steps
 
