@@ -249,6 +249,10 @@ class MoE(nn.Module):
     Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
     router and of the shared experts are R: the gradients of their copies must be summed.
 
+    DistributedDataParallel (ddp.py) and FullyShardedDataParallel (zero.py) take all parameters for
+    copies, and would overwrite the experts by those of the first rank. Their arguments `groups` and
+    `per_parameter` say which ranks have the same experts.
+
     Raises ValueError if P does not divide num_experts, if capacity_factor is not positive, or if
     this rank's place in `group` is not the one that it has by `nodes`.
     """
@@ -623,7 +627,8 @@ class Experts(nn.Module):
     The zero-bubble schedules of pipeline.py do not defer the gradients of these matrices.
 
     own: the range of their numbers among num_experts.
-    activation: a module for what lies between the matrices w_in and w_out. By default it is GELU.
+    activation: a module for what lies between the matrices w_in and w_out. By default it is GELU,
+        approximated by tanh.
     gated: whether it maps 2 ffn_hidden numbers, a gate and a value for each, to ffn_hidden, as GELU
         does not.
     """

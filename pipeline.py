@@ -943,7 +943,8 @@ class Pipeline:
         """Run the schedule once, and accumulate gradients in the parameters.
 
         inputs, targets: whole batches, cut along dimension 0 into microbatches. Ranks where routes
-        begin need inputs; ranks where routes end need targets, and pass loss_arguments to loss_fn.
+        begin need inputs; ranks where routes end need the targets of these inputs, in the same
+        order, and pass loss_arguments to loss_fn.
 
         To accumulate over several steps, run all but the last inside no_sync() of every stage.
 
