@@ -380,7 +380,7 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
         stages = chunks[rank]  # this rank's modules: one, or two for zb_v(), which is below
         losses = schedule_step(stages, zb_v(p, m), inputs.chunk(m), targets.chunk(m), loss_fn, like)
 
-    inputs, targets, loss_fn: as in gpipe_step(), but ranks where no route begins need no inputs.
+    inputs, targets, loss_fn: as in gpipe_step(), but only ranks where a route begins need inputs.
     like: a tensor with the shape, dtype and device that everything has that ranks send.
 
     Layers of torch.nn compute the gradients of input and weights together. So here an I is a whole
@@ -391,9 +391,11 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
     tensors = {}  # {Transfer: tensor}, from when it is made or received until it is used or sent
     passes = {}  # {(microbatch, chunk): (input, output)}, as in gpipe_step()
     losses = []
-    if len(targets) != schedule.num_microbatches:
-        what = f"{len(targets)} microbatches"
-        raise ValueError(f"{what}, but the schedule has {schedule.num_microbatches}")
+    for batch, end in ((inputs, 0), (targets, -1)):
+        is_used = any(route[end][0] == rank for route in schedule.routes)
+        if is_used and len(batch) != schedule.num_microbatches:
+            what = f"{len(batch)} microbatches"
+            raise ValueError(f"{what}, but the schedule has {schedule.num_microbatches}")
 
     def perform(action, received=None):
         if action.kind == "F":
@@ -485,13 +487,15 @@ def naive(num_stages, num_microbatches):
 
 
 def gpipe(num_stages, num_microbatches):
-    """All forwards, then all backwards, on every rank."""
+    """All forwards, then all backwards, on every rank, which keeps the activations of all m."""
     m = num_microbatches
     return _schedule(num_stages, m, lambda rank: "F" * m + "B" * m)
 
 
 def one_f_one_b(num_stages, num_microbatches):
     """Warm up with one forward per later stage, alternate forward and backward, then cool down.
+
+    The bubble is GPipe's, but rank r keeps the activations of at most p - r microbatches.
 
         rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5        p = 4, m = 6; idle slots are not drawn
         rank 1   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
@@ -506,8 +510,9 @@ def one_f_one_b(num_stages, num_microbatches):
 def interleaved(num_stages, num_microbatches, num_chunks=2):
     """1F1B with v chunks per rank: chunk c of rank r is stage c*p + r.
 
-    The bubble is 1/v of 1F1B's, for v times as many messages. Microbatches go in groups of p: a
-    group passes chunk 0 of all ranks, then chunk 1, and so on.
+    The bubble is 1/v of 1F1B's. The price is v times as many messages (of a rank with two
+    neighbours), and activations: ((v+1)p - 1)/v microbatches of them on rank 0, where 1F1B has p.
+    Microbatches go in groups of p: a group passes chunk 0 of all ranks, then chunk 1, and so on.
 
         rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3        p = 2, m = 4, v = 2;
         rank 1   F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3        small letters: chunk 1
@@ -536,6 +541,8 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
 def zb_h1(num_stages, num_microbatches):
     """1F1B with I and W in place of B. Rank r defers each W by r microbatches, to fill idle slots.
 
+    If F = I = W, the bubble is a third of 1F1B's, with as many activations as rank 0 of 1F1B keeps.
+
         rank 0   F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5        p = 4, m = 6
         rank 1   F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
         rank 2   F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
@@ -549,6 +556,8 @@ def zb_h1(num_stages, num_microbatches):
 
 def zb_h2(num_stages, num_microbatches):
     """ZB-H1 with a longer warmup. If F = I = W and m >= 2p-1, no rank waits once it has begun.
+
+    It keeps the activations of up to 2p - 1 microbatches, nearly twice as many as 1F1B.
 
         rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3        p = 2, m = 4
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
@@ -657,7 +666,7 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
 
 
 def draw(schedule):
-    """Return the timeline as text: a row per rank, a cell per slot; capital letters for chunk 0."""
+    """Return the timeline as text: a row per rank, a cell per slot, capital letters for chunk 0."""
     width = len(f"F{schedule.num_microbatches - 1}")
     timeline = simulate(schedule)
     rows = []
@@ -912,8 +921,8 @@ class Pipeline:
 
     A stage may use torch.utils.checkpoint, as in the GPipe paper. DualPipe needs sum_replicas().
 
-    Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group,
-    and on a single rank if it does not have one stage per chunk or uses PyTorch's own DDP.
+    Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group, or
+    if a rank does not have one stage per chunk or uses PyTorch's own DDP.
     """
 
     def __init__(
@@ -1019,8 +1028,8 @@ class Pipeline:
             made = f"{tuple(output.shape)} {output.dtype}"
             raise ValueError(f"rank {self.rank} made {made}, to be sent like {self.like}")
         if self.training:
-            # Keep the output's edge in the graph, not the output, whose memory is freed once it is
-            # sent. A frozen first stage has no graph. If a loss has none, the next line raises.
+            # Keep the output's edge in the graph, not the output, whose memory is freed soon after
+            # it is sent. A frozen first stage has no graph. If a loss has none, an error is raised.
             edge = get_gradient_edge(output) if output.requires_grad or is_last else None
             self.saved[action.key] = x, edge
         return output.detach().contiguous()
@@ -1069,20 +1078,26 @@ def _syncing(stage, reduces):
 
 
 def _check_schedule(schedule, stages, group):
-    """Raise ValueError on all ranks if schedules differ, or on a rank whose stages do not fit."""
+    """Raise ValueError on all ranks if schedules differ, or if a rank's stages do not fit."""
     own_rank, num_stages = rank_and_size(group)
+    num_chunks = 0
+    if own_rank < len(schedule):
+        num_chunks = 1 + max(action.chunk for action in schedule.actions(own_rank))
+    fault = None
+    if len(stages) != num_chunks:
+        fault = f"rank {own_rank} has {len(stages)} stages for num_chunks={num_chunks}"
+    elif any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
+        fault = "torch's DistributedDataParallel reduces before the last microbatch"
     # In a group that has only NCCL, all ranks must take part in the first operation, so this gather
     # must precede step().
-    schedules = gather_objects((list(schedule), schedule.routes), group)
-    if any(other != schedules[0] for other in schedules):
+    gathered = gather_objects((list(schedule), schedule.routes, fault), group)
+    if any(theirs[:2] != gathered[0][:2] for theirs in gathered):
         raise ValueError("the ranks of the group have different schedules")
     if len(schedule) != num_stages:
         raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
-    num_chunks = 1 + max(action.chunk for action in schedule.actions(own_rank))
-    if len(stages) != num_chunks:
-        raise ValueError(f"rank {own_rank} has {len(stages)} stages for num_chunks={num_chunks}")
-    if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
-        raise ValueError("torch's DistributedDataParallel reduces before the last microbatch")
+    for *_, fault in gathered:
+        if fault is not None:
+            raise ValueError(fault)
 
 
 def _check_batches(pipeline, inputs, targets):
@@ -1365,7 +1380,8 @@ def sum_replicas(stages, group=None):
     stages: the stages of this rank's Pipeline. Rank p-1-r has the same two in the opposite order,
         and both replicas must train the same parameters. A missing gradient counts as zero.
     Collective. Call it when the gradients of a batch are complete, whether they come from one step
-    or several. Afterwards both replicas' gradients have the same bits.
+    or several. Afterwards both replicas' gradients have the same bits. Until it returns, two copies
+    of the gradients take memory.
     """
     rank, world_size = rank_and_size(group)
     mirror = world_size - 1 - rank
@@ -1445,7 +1461,7 @@ class Claim(NamedTuple):
 def claim(
     name, num_stages, num_microbatches, num_chunks=2, rank=0, forward=1.0, backward=2.0, weight=1.0
 ):
-    """Return what a schedule of SCHEDULES costs by the formulas of its paper.
+    """Return what a schedule of SCHEDULES costs by the formulas above.
 
     num_chunks: what the caller of interleaved() chooses. rank: the peak is largest on rank 0.
     forward, backward, weight: a microbatch's times in all layers of a rank (dualpipe: in one
@@ -1474,7 +1490,7 @@ def claim(
         "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
         # if W <= F <= I
         "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
-        # upper bounds, if F <= B and W <= I
+        # upper bounds, if F <= B and W <= I; see pair_up() for pairs
         "dualpipe": Claim(
             (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
         ),

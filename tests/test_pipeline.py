@@ -1001,7 +1001,8 @@ def test_errors_name_batches_stages_and_schedules_that_do_not_fit():
     theirs = nn.parallel.DistributedDataParallel(stage)
     for stages, schedule, wrong in (
         (stage, gpipe(3, 2), "a schedule for 3 stages in a group of 2 ranks"),
-        (stage, interleaved(2, 2), f"rank {rank} has 1 stages for num_chunks=2"),
+        (stage, interleaved(2, 2), "rank 0 has 1 stages for num_chunks=2"),
+        ([stage] * (1 + rank), gpipe(2, 2), "rank 1 has 2 stages for num_chunks=1"),
         (theirs, gpipe(2, 2), "torch's DistributedDataParallel"),
         (stage, (gpipe if rank else one_f_one_b)(2, 4), "different schedules"),
         (stage, gpipe(2, 3 + rank), "different schedules"),
