@@ -62,8 +62,25 @@ WRONG = {
     ),
     "one rank fails": (
         "ring_all_reduce", "torch.empty_like(own)", "torch.empty_like(chunks[rank + 1])",
-        "rank 0: waited in vain for rank 1 to ", "rank 1: an error\nTraceback",
-        "IndexError: tuple index out of range",
+        "wrong on 2 ranks, right on 1\nrank 1: an error\nTraceback",
+        "IndexError: tuple index out of range\n\nrank 0: waited in vain for rank 1 to ",
+    ),
+    "one rank never returns": (
+        "ring_all_reduce", "rank, P = rank_and_size(group)",
+        "rank, P = rank_and_size(group)\n    while P == 2 and rank:\n        pass",
+        "wrong on 2 ranks, right on 1\nrank 1: has not returned\nrank 0: waited in vain for rank 1",
+        "a rank does not return: it is in line ", "mine.py, in ring_all_reduce()",
+    ),
+    "one rank dies": (
+        "ring_all_reduce", "rank, P = rank_and_size(group)",
+        "rank, P = rank_and_size(group)\n    if P == 2 and rank:\n        import os; os._exit(7)",
+        "rank 1: has not returned\nrank 0: waited in vain for rank 1", "a rank died with exit code 7",
+    ),
+    "a peer does not exist": (
+        "gpipe_step", "    rank, world_size = rank_and_size(group)",
+        "    rank, world_size = rank_and_size(group)\n"
+        "    exchange([(torch.empty(1), world_size)], [], group)",
+        "rank 0: a message is to or from rank 1, but the ranks are 0 to 0",
     ),
     "the own chunk is missing": (
         "plain_all_gather", "chunks[rank].copy_(input.view(-1))", "",
@@ -223,7 +240,8 @@ WRONG = {
 
 # Each of these costs two seconds and new processes.
 HANGS = {
-    "each rank sends before it receives", "it receives from the wrong neighbour", "one rank fails",
+    "each rank sends before it receives", "it receives from the wrong neighbour",
+    "one rank never returns",
     "a rank without a gradient skips it", "gradients come from the wrong side",
     "fewer microbatches than ranks", "chunks have unlike lengths",
 }  # fmt: skip

@@ -7,9 +7,11 @@ rank's number in its group is not its global rank.
 import importlib
 import inspect
 import math
+import pickle
+import re
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.machinery import SourceFileLoader
@@ -26,6 +28,10 @@ from ranks import shifted
 
 class Wrong(Exception):
     """What is wrong with a function, in a sentence for whoever has written it."""
+
+
+class Unfinished(Exception):
+    """What is wrong, as far as it is known: not all ranks have reported."""
 
 
 @dataclass
@@ -51,6 +57,7 @@ COLLECTIVES = (  # the methods of a process group that torch.distributed's colle
 )  # fmt: skip
 IN_VAIN = "waited in vain for"
 ERROR = "an error\n"
+PEERS_REPORT = 3  # seconds in which other ranks may report what is wrong, once one has
 ABANDONED = []  # messages that are pending where an exercise has failed: gloo may still use them
 LONGEST = 1 << 22  # bytes of a message, with its length
 
@@ -91,15 +98,18 @@ def watched(builds=None):
     posted = []
     torch_send, torch_recv = dist.ProcessGroup.send, dist.ProcessGroup.recv
 
-    def bytes_of(group, tensor):
+    def bytes_of(group, tensor, peer):
         if group == dist.group.WORLD:
             raise Wrong("a message is sent or received among all ranks: pass `group` on")
+        P = group.size()
+        if not 0 <= peer < P:  # gloo would wait for it
+            raise Wrong(f"a message is to or from rank {peer}, but the ranks are 0 to {P - 1}")
         if not tensor.is_contiguous():
             raise Wrong(f"a message is not contiguous: its strides are {tensor.stride()}")
         return tensor.detach().view(-1).view(torch.uint8)
 
     def send(group, tensors, peer, tag):
-        data = bytes_of(group, *tensors)
+        data = bytes_of(group, *tensors, peer)
         traffic.sent.append(("send", group, peer, len(data)))
         length = torch.tensor([len(data)]).view(torch.uint8)
         leaving = torch.cat([length, data])
@@ -108,7 +118,7 @@ def watched(builds=None):
         return Message(work, f"rank {peer} to receive {len(data):,} bytes")
 
     def recv(group, tensors, peer, tag):
-        data = bytes_of(group, *tensors)
+        data = bytes_of(group, *tensors, peer)
         arriving = torch.empty(LONGEST, dtype=torch.uint8)
 
         def finish():
@@ -268,6 +278,8 @@ def complaint(error, path):
         frames = frames.tb_next
     frames = frames or error.__traceback__
     lines = traceback.format_exception(type(error), error, frames, chain=False)
+    if "not contiguous" in str(error):
+        lines.append("torch.empty_like(x) has the strides of x; torch.empty(x.shape) is contiguous\n")
     return ERROR + "".join(lines)
 
 
@@ -286,25 +298,60 @@ def run_judge(of, path, limit):
                 said = of.judge(*functions, *groups)
         except Exception as error:
             fault = complaint(error, path)
-        P = math.prod(sizes)
-        told = gathered((said, fault))[-P:]
-        faults = {}  # {fault: the ranks that have it}
-        for rank, (_, fault) in enumerate(told):
-            if fault:
-                faults.setdefault(fault, []).append(rank)
-        number = " x ".join(map(str, sizes))
-        if faults:
-            lines = [f"wrong on {number} rank{'s' * (P > 1)}"]
-            if right:
-                lines[0] += f", right on {listed(right)}"
-            if any(IN_VAIN in fault for fault in faults):
-                lines[0] += f"; the limit for a message is {limit} s"
-            for fault, of_ranks in faults.items():
-                lines.append(f"rank{'s' * (len(of_ranks) > 1)} {listed(of_ranks)}: {fault}")
-            return False, "\n".join(lines)
-        right.append(number)
-        said, _ = told[0]
+        reports = reported(sizes, said, fault)
+        if any(report is None or report[1] for report in reports):
+            text = verdict(sizes, reports, right, limit)
+            if None in reports:
+                raise Unfinished(text)
+            return False, text
+        right.append(grid_name(sizes))
+        said, _ = reports[0]
     return True, f"right on {listed(right)} ranks; {said}"
+
+
+def reported(sizes, said, fault):
+    """Return the reports (said, fault) of the ranks of a grid; None for a rank without one.
+
+    Only a rank with a fault stops waiting for others. It then ends, which closes its connections,
+    so peers that wait for its messages fail as well, and report.
+    """
+    rank, world_size = rank_and_size()
+    store = dist.distributed_c10d._get_default_store()
+    key = lambda rank: f"report of {rank} on {sizes}"
+    store.set(key(rank), pickle.dumps((said, fault)))
+    ranks_of_grid = range(world_size - math.prod(sizes), world_size)
+    patience = timedelta(seconds=PEERS_REPORT) if fault else timedelta(days=1)  # the pool's is less
+    with suppress(RuntimeError):
+        store.wait([key(rank) for rank in ranks_of_grid], patience)
+    has_report = [store.check([key(rank)]) for rank in ranks_of_grid]
+    return [
+        pickle.loads(store.get(key(rank))) if is_there else None
+        for rank, is_there in zip(ranks_of_grid, has_report)
+    ]
+
+
+def verdict(sizes, reports, right, limit):
+    """Return what is wrong: first what ranks have found, then who has only waited for others."""
+    faults = {}  # {fault: the ranks that have it}
+    for rank, report in enumerate(reports):
+        fault = "has not returned" if report is None else report[1]
+        if fault:
+            faults.setdefault(fault, []).append(rank)
+    in_order = sorted(faults, key=lambda fault: fault.startswith(IN_VAIN))
+    lines = [f"wrong on {grid_name(sizes)} rank{'s' * (math.prod(sizes) > 1)}"]
+    if right:
+        lines[0] += f", right on {listed(right)}"
+    if in_order[0].startswith(IN_VAIN):
+        lines[0] += f"; the limit for a message is {limit} s"
+    for fault in in_order:
+        numbers = faults[fault]
+        lines.append(f"rank{'s' * (len(numbers) > 1)} {listed(numbers)}: {fault}")
+    return "\n".join(lines)
+
+
+def grid_name(sizes):
+    """Return "2 x 3"."""
+    return " x ".join(map(str, sizes))
 
 
 def gathered(value, group=None):
@@ -329,12 +376,37 @@ def judge(of, path=None, limit=20):
     of: an Exercise. A message that is not received in `limit` seconds is a fault.
     """
     world_size = max(map(math.prod, of.sizes))
-    try:
-        (right, text), *_ = ranks.run(world_size, run_judge, of, path, limit, timeout=limit + 20)
-    except ranks.RanksFailed as error:  # a rank has died, or does something without end
-        raise Wrong(error) from None
-    if right:
+    arguments = of, path, limit
+    grace = 2 * PEERS_REPORT  # the first to end has waited, and then its peers wait
+    outcomes = ranks.pool.run(world_size, run_judge, arguments, {}, limit + 20, None, grace)
+    results = [outcome.result for outcome in outcomes if outcome.error_text is None]
+    wrong = [text for right, text in results if not right]
+    if len(results) == world_size and not wrong:
+        _, text = results[0]
         return text
+    text = wrong[0] if wrong else without_verdict(outcomes, path)
     if IN_VAIN in text or ERROR in text:
         ranks.pool.close()  # in its ranks, a message could still arrive in memory that is freed
     raise Wrong(text)
+
+
+def without_verdict(outcomes, path):
+    """Return what is wrong if a rank has died, or does something without end."""
+    lines = []
+    for outcome in outcomes:
+        text = outcome.error_text or ""
+        _, is_unfinished, known = text.partition("judging.Unfinished: ")
+        in_file = re.search(rf'File "{re.escape(str(path))}", line (\d+) in (\w+)', text)
+        if is_unfinished:
+            lines.insert(0, known.rstrip())
+        elif outcome.exitcode is None and in_file:
+            line, function = in_file.groups()
+            lines.append(f"a rank does not return: it is in line {line} of {path}, in {function}()")
+        elif text.startswith("died"):
+            lines.append(f"a rank {text}")
+    if lines:
+        return "\n".join(dict.fromkeys(lines))
+    try:
+        ranks.results(outcomes)
+    except ranks.RanksFailed as error:
+        return str(error)

@@ -295,7 +295,8 @@ class Pool:
                         deadline = min(deadline, time.monotonic() + grace)
         hung = deadline == start + timeout
         for rank, worker in pending.items():
-            text = f"did not answer in {timeout} s\n{worker.stack()}" if hung else "still running"
+            text = f"did not answer in {timeout} s" if hung else "still running"
+            text += f"\n{worker.stack()}"
             outcomes[rank] = Outcome(None, text, None, deadline - start)
         return outcomes
 
@@ -330,7 +331,8 @@ def results(outcomes):
         if rank == failed[0] or outcomes[failed[0]].exitcode is None:
             lines.append(f"rank {rank} of {len(outcomes)} failed:\n{text}")
         else:
-            lines.append(f"rank {rank} failed after it: {headline(text)}")
+            reason = "still running" if outcomes[rank].exitcode is None else headline(text)
+            lines.append(f"rank {rank} failed after it: {reason}")
     if failed:
         raise RanksFailed("\n".join(lines))
     return [outcome.result for outcome in outcomes]
