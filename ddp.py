@@ -798,9 +798,9 @@ def check_device(parameters):
 def check_replicated(module, named, groups_of, axes):
     """Raise ValueError on all ranks if replicas of a parameter would be unlike parts of a whole.
 
-    A module whose parameters tensor_parallel.py has split says so in its `shards`, {name: Shard}.
-    Copies of one rank's part would overwrite the parts of others, and sums of gradients would mix
-    unlike parts.
+    A module whose parameters are split, as layers of tensor_parallel.py and experts are, says so in
+    its `shards`, {name: Shard}. Copies of one rank's part would overwrite the parts of others, and
+    sums of gradients would mix unlike parts.
 
     named: (name, parameter) pairs of the module.
     groups_of, axes: see check_and_copy().
@@ -814,13 +814,15 @@ def check_replicated(module, named, groups_of, axes):
 
 
 def groups_of_shards(module):
-    """Return {parameter: the group over which tensor_parallel.py has split it}."""
+    """Return {parameter: the group over which it is split}, if this group has several ranks."""
     split_over = {}
     for part in module.modules():
         shards = getattr(part, "shards", None)
         for name, parameter in part._parameters.items():
             if isinstance(shards, dict) and name in shards:
-                split_over[parameter] = shards[name].group
+                group = shards[name].group
+                if dist.get_world_size(group) > 1:
+                    split_over[parameter] = group
     return split_over
 
 
@@ -829,7 +831,11 @@ def fault_of_replicas(name, groups, split_over):
     for group in groups:
         ranks = sorted(ranks_in_both(group, split_over))
         if len(ranks) > 1:
-            cure = "pass a process_group with one rank of each tensor-parallel group"
+            cure = (
+                "pass a process_group with one rank of each group that splits it. If only experts "
+                "are split, pass that group in `groups` (DistributedDataParallel) or "
+                "`per_parameter` (FullyShardedDataParallel)"
+            )
             return f"{name} is split over ranks {ranks}, which are no replicas: {cure}"
     return ""
 

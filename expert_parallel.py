@@ -46,6 +46,7 @@ from collectives import (
     all_reduce, all_to_all_in_group, all_to_all_single, autocasted, count_bytes, gather_from_group,
     rank_and_size, run_ranks, scatter_to_group,
 )
+from tensor_parallel import Shard
 
 # ---- the idea ------------------------------------------------------------------------------------
 
@@ -187,8 +188,9 @@ class PlainMoE(nn.Module):
     experts: a module for this rank's experts, `compute` of plain_dispatch(), such as Experts below.
     Seed all ranks alike, so that the copies of the router are equal. Experts draws those of all
     ranks and keeps its own; a module of another kind would begin equal on all ranks. The gradients
-    of the router's copies must be summed over the group. Types: x and parameters of experts V, the
-    router R -> V.
+    of the router's copies must be summed over the group. A wrapper such as DistributedDataParallel
+    takes experts without a Shard (see MoE) for copies, and overwrites them by the first rank's.
+    Types: x and parameters of experts V, the router R -> V.
     """
 
     def __init__(self, hidden, num_experts, top_k, experts, group=None):
@@ -249,9 +251,9 @@ class MoE(nn.Module):
     Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
     router and of the shared experts are R: the gradients of their copies must be summed.
 
-    DistributedDataParallel (ddp.py) and FullyShardedDataParallel (zero.py) take all parameters for
-    copies, and would overwrite the experts by those of the first rank. Their arguments `groups` and
-    `per_parameter` say which ranks have the same experts.
+    The experts have a Shard (tensor_parallel.py) over `group`, so DistributedDataParallel (ddp.py)
+    and FullyShardedDataParallel (zero.py) refuse to replicate them over ranks that have others. The
+    wrappers' arguments `groups` and `per_parameter` say which ranks have the same experts.
 
     Raises ValueError if P does not divide num_experts, if capacity_factor is not positive, or if
     this rank's place in `group` is not the one that it has by `nodes`.
@@ -285,6 +287,8 @@ class MoE(nn.Module):
         num_local = num_experts // world_size
         own = range(rank * num_local, (rank + 1) * num_local)
         self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
+        shard = Shard(0, (num_experts,), group)  # so that no wrapper takes the experts for copies
+        self.experts.shards = {"w_in": shard, "w_out": shard}
         self.shared = None
         if shared_experts:
             width = shared_experts * ffn_hidden
