@@ -799,16 +799,20 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
 
 
 def check_gradients_over_tp(model, group=None, tolerance=1e-3):
-    """Raise ValueError on all ranks if copies of a parameter have different gradients. Collective.
+    """Raise ValueError on all ranks if copies of a parameter, or their gradients, differ.
 
-    Such copies drift apart. Every parameter that no Shard splits over the group is a copy. Kernels
-    may round differently. So a rank's gradient counts as different if its distance from the mean of
-    all ranks' is a larger fraction of the mean's norm than `tolerance`, and than the eps of the
-    parameter's dtype, which is 0.008 for bf16.
+    Copies with different gradients drift apart. Copies that begin unlike stay so. Every parameter
+    that no Shard splits over the group is a copy. Kernels may round differently. So a rank's
+    gradient counts as different if its distance from the mean of all ranks' is a larger fraction of
+    the mean's norm than `tolerance`, and than the eps of the parameter's dtype, which is 0.008 for
+    bf16. The same holds for weights, whose distance is estimated.
 
     Return whether all gradients are finite, since others count as equal: in fp16 the first steps
-    may overflow. Each mean takes an all-reduce, so call this after the sums of a step until it
-    returns True. With zero.py, ranks must have the same pieces: see `apart` there.
+    may overflow. So do gradients that are all zero, as in a branch that ends in a projection
+    initialised to zero: until its first update, they do not show a forgotten mark. Each mean takes
+    an all-reduce, so call this after the sums of a step until it returns True, or once more after
+    the first steps. It is collective. With zero.py, ranks must have the same pieces: see `apart`
+    there.
     """
     if dist.get_world_size(group) == 1:
         return True
@@ -823,14 +827,27 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
             whole_shape = getattr(parameter, "whole_shape", None)  # of zero.py's piece
             described.append(((name, whole_shape, getattr(parameter, "offset", 0)), parameter))
     check_parameters(described, group)
+    if not copies:
+        return True
     distances = _distances_from_mean(copies.values(), group)
-    names = []
-    for (name, parameter), distance in zip(copies.items(), distances):
-        if distance > max(tolerance, torch.finfo(parameter.dtype).eps):
-            names.append(name)
-    if names:
-        cure = "use mark_sum_over_tp() or, if each rank has its own part, set_shard()"
-        raise ValueError(f"gradients of {', '.join(names)} differ between ranks of tp: {cure}")
+    of_weights = _distances_of_weights(copies.values(), group)
+    cure_of_gradients = (
+        "use mark_sum_over_tp() or, if each rank has its own part, set_shard(). "
+        "Clip by a norm that all ranks share"
+    )
+    cure_of_weights = "seed the ranks alike before they create the model"
+    faults = []
+    for kind, found, cure in (
+        ("gradients", distances, cure_of_gradients), ("weights", of_weights, cure_of_weights)
+    ):  # fmt: skip
+        names = []
+        for (name, parameter), distance in zip(copies.items(), found):
+            if distance > max(tolerance, torch.finfo(parameter.dtype).eps):
+                names.append(name)
+        if names:
+            faults.append(f"{kind} of {', '.join(names)} differ between ranks of tp: {cure}")
+    if faults:
+        raise ValueError(". ".join(faults))
     return not any(map(math.isnan, distances))
 
 
@@ -845,11 +862,34 @@ def _distances_from_mean(parameters, group):
         all_reduce(mean, ReduceOp.AVG, group)
         norm = torch.linalg.vector_norm(mean).clamp(min=1e-30)  # 0 / 1e-30 is 0, inf / inf is NaN
         distances.append(torch.linalg.vector_norm(mean.sub_(grad)) / norm)
-    if not distances:
-        return []
     distances = torch.stack(distances)
     all_reduce(distances, ReduceOp.MAX, group)  # so that all ranks come to the same conclusion
     return distances.tolist()
+
+
+@torch.no_grad()
+def _distances_of_weights(parameters, group):
+    """Estimate how far apart ranks' copies of each weight are, relative to its norm.
+
+    Equal weights have equal products with a random vector. Those of unlike weights differ by about
+    as much as the weights. So one all-reduce of three numbers per weight is enough.
+    """
+    products = []
+    norms = []
+    for parameter in parameters:
+        weight = parameter.detach().flatten()
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        generator = torch.Generator(weight.device).manual_seed(0)  # the same vector on all ranks
+        vector = torch.randn(
+            weight.shape, generator=generator, dtype=weight.dtype, device=weight.device
+        )
+        products.append(weight @ vector)
+        norms.append(torch.linalg.vector_norm(weight))
+    products = torch.stack(products)
+    largest = torch.stack([products, -products, torch.stack(norms)])
+    all_reduce(largest, ReduceOp.MAX, group)
+    highest, minus_lowest, norms = largest
+    return ((highest + minus_lowest) / norms.clamp(min=1e-30)).tolist()
 
 
 # With fp16, a gradient may overflow on one rank only. All ranks must then skip the step, or copies
