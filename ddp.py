@@ -798,9 +798,10 @@ def check_device(parameters):
 def check_replicated(module, named, groups_of, axes):
     """Raise ValueError on all ranks if replicas of a parameter would be unlike parts of a whole.
 
-    A module whose parameters are split, as layers of tensor_parallel.py and experts are, says so in
-    its `shards`, {name: Shard}. Copies of one rank's part would overwrite the parts of others, and
-    sums of gradients would mix unlike parts.
+    A module whose parameters tensor_parallel.py has split says so in its `shards`, {name: Shard}.
+    A module of experts, of which other ranks have others, has its group as `spread_over`. Copies of
+    one rank's part would overwrite the parts of others, and sums of gradients would mix unlike
+    parts.
 
     named: (name, parameter) pairs of the module.
     groups_of, axes: see check_and_copy().
@@ -817,13 +818,14 @@ def groups_of_shards(module):
     """Return {parameter: the group over which it is split}, if this group has several ranks."""
     split_over = {}
     for part in module.modules():
+        if hasattr(part, "spread_over"):
+            split_over |= dict.fromkeys(part.parameters(), part.spread_over)
         shards = getattr(part, "shards", None)
         for name, parameter in part._parameters.items():
             if isinstance(shards, dict) and name in shards:
-                group = shards[name].group
-                if dist.get_world_size(group) > 1:
-                    split_over[parameter] = group
-    return split_over
+                split_over[parameter] = shards[name].group
+    several = lambda group: dist.get_world_size(group) > 1
+    return {parameter: group for parameter, group in split_over.items() if several(group)}
 
 
 def fault_of_replicas(name, groups, split_over):

@@ -780,6 +780,8 @@ def make_moe(args, mesh):
         nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
         parts=args.expert_parts or parts_of_experts(args),
     )  # fmt: skip
+    shard = Shard(0, (args.experts,), mesh.ep_group)
+    layer.experts.shards = {"w_in": shard, "w_out": shard}
     declare(layer.experts, is_expert=True, w_in=Normal(), w_out=args.into_residual)
     declare(layer.router, weight=Normal(), bias=0.0)
     if layer.shared is not None:

@@ -232,8 +232,9 @@ def simple_ulysses_attention(q, k, v, group=None):
 #     ring         2 (P-1)/P B T D_kv           4 (P-1)/P B T D_kv           2 B T D_kv / P
 #     Ulysses      2 (P-1)/P B T (D + D_kv)/P   2 (P-1)/P B T (D + D_kv)/P   2 B T D_kv / P
 #
-# While backward of one attention runs, it also has gradients of k and v in fp32: with all-gather
-# those of all tokens, 2 B T D_kv elements, and on the ring three buffers of 2 B T D_kv / P.
+# While the backward of one attention runs, it also has gradients of k and v in fp32. All-gather has
+# those of all tokens, and a copy in the order of the ranks: 4 B T D_kv elements. The ring has three
+# buffers of 2 B T D_kv / P.
 
 
 def context_positions(seq_len, group=None):

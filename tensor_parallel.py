@@ -812,14 +812,37 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
     bf16. The same holds for weights, whose distance is estimated.
 
     Return whether all gradients are finite, since others count as equal: in fp16 the first steps
-    may overflow. So do gradients that are all zero, as in a branch that ends in a projection
-    initialised to zero: until its first update, they do not show a forgotten mark. Each mean takes
-    an all-reduce, so call this after the sums of a step until it returns True, or once more after
-    the first steps. It is collective. With zero.py, ranks must have the same pieces: see `apart`
+    may overflow. Each mean takes an all-reduce, so call this on all ranks after the sums of a step,
+    until it returns True. Gradients that are all zero do not show a forgotten mark. They occur
+    before a projection that is initialised to zero, until its first update. If there is one, call
+    this once more in a later step. With zero.py, ranks must have the same pieces: see `apart`
     there.
     """
     if dist.get_world_size(group) == 1:
         return True
+    copies = _copies_over(model, group)
+    if not copies:
+        return True
+    distances = _distances_from_mean(copies.values(), group)
+    of_weights = _distances_of_weights(copies.values(), group)
+    fault = ""
+    if names := _too_far(copies, distances, tolerance):
+        cure = "use mark_sum_over_tp() or, if each rank has its own part, set_shard()"
+        fault += f"gradients of {names} differ between ranks of tp: {cure}. "
+        fault += "If they have been clipped, all ranks must use one norm. "
+    if names := _too_far(copies, of_weights, tolerance):
+        cure = "seed the ranks alike before they create the model"
+        fault += f"weights of {names} differ between ranks of tp: {cure}. "
+    if fault:
+        raise ValueError(fault.strip())
+    return not any(map(math.isnan, distances))
+
+
+def _copies_over(model, group):
+    """Return {name: parameter} of the parameters of which all ranks of the group have copies.
+
+    Raises ValueError on all ranks if they have different ones.
+    """
     shards = shards_of(model)
     copies = {}
     described = []
@@ -831,28 +854,16 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
             whole_shape = getattr(parameter, "whole_shape", None)  # of zero.py's piece
             described.append(((name, whole_shape, getattr(parameter, "offset", 0)), parameter))
     check_parameters(described, group)
-    if not copies:
-        return True
-    distances = _distances_from_mean(copies.values(), group)
-    of_weights = _distances_of_weights(copies.values(), group)
-    cure_of_gradients = (
-        "use mark_sum_over_tp() or, if each rank has its own part, set_shard(). "
-        "Clip by a norm that all ranks share"
-    )
-    cure_of_weights = "seed the ranks alike before they create the model"
-    faults = []
-    for kind, found, cure in (
-        ("gradients", distances, cure_of_gradients), ("weights", of_weights, cure_of_weights)
-    ):  # fmt: skip
-        names = []
-        for (name, parameter), distance in zip(copies.items(), found):
-            if distance > max(tolerance, torch.finfo(parameter.dtype).eps):
-                names.append(name)
-        if names:
-            faults.append(f"{kind} of {', '.join(names)} differ between ranks of tp: {cure}")
-    if faults:
-        raise ValueError(". ".join(faults))
-    return not any(map(math.isnan, distances))
+    return copies
+
+
+def _too_far(copies, distances, tolerance):
+    """Return the names of the copies whose distances are too large, joined by commas."""
+    names = []
+    for (name, parameter), distance in zip(copies.items(), distances):
+        if distance > max(tolerance, torch.finfo(parameter.dtype).eps):
+            names.append(name)
+    return ", ".join(names)
 
 
 @torch.no_grad()
