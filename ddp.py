@@ -799,8 +799,9 @@ def check_replicated(module, named, groups_of, axes):
     """Raise ValueError on all ranks if replicas of a parameter would be unlike parts of a whole.
 
     A module whose parameters tensor_parallel.py has split says so in its `shards`, {name: Shard}.
-    Copies of one rank's part would overwrite the parts of others, and sums of gradients would mix
-    unlike parts.
+    A module of experts, of which other ranks have others, has its group as `spread_over`. Copies of
+    one rank's part would overwrite the parts of others, and sums of gradients would mix unlike
+    parts.
 
     named: (name, parameter) pairs of the module.
     groups_of, axes: see check_and_copy().
@@ -814,14 +815,17 @@ def check_replicated(module, named, groups_of, axes):
 
 
 def groups_of_shards(module):
-    """Return {parameter: the group over which tensor_parallel.py has split it}."""
+    """Return {parameter: the group over which it is split}, if this group has several ranks."""
     split_over = {}
     for part in module.modules():
+        if hasattr(part, "spread_over"):
+            split_over |= dict.fromkeys(part.parameters(), part.spread_over)
         shards = getattr(part, "shards", None)
         for name, parameter in part._parameters.items():
             if isinstance(shards, dict) and name in shards:
                 split_over[parameter] = shards[name].group
-    return split_over
+    several = lambda group: dist.get_world_size(group) > 1
+    return {parameter: group for parameter, group in split_over.items() if several(group)}
 
 
 def fault_of_replicas(name, groups, split_over):
@@ -829,7 +833,11 @@ def fault_of_replicas(name, groups, split_over):
     for group in groups:
         ranks = sorted(ranks_in_both(group, split_over))
         if len(ranks) > 1:
-            cure = "pass a process_group with one rank of each tensor-parallel group"
+            cure = (
+                "pass a process_group with one rank of each group that splits it. If only experts "
+                "are split, pass that group in `groups` (DistributedDataParallel) or "
+                "`per_parameter` (FullyShardedDataParallel)"
+            )
             return f"{name} is split over ranks {ranks}, which are no replicas: {cure}"
     return ""
 

@@ -195,6 +195,7 @@ class PlainMoE(nn.Module):
         super().__init__()
         self.router = nn.Linear(hidden, num_experts, bias=False)
         self.experts = experts
+        self.experts.spread_over = group  # see MoE
         self.top_k = top_k
         self.group = group
 
@@ -233,7 +234,9 @@ class MoE(nn.Module):
     router are equal, and no two experts are: each rank draws all of them and keeps its own.
 
     As with switch(), all ranks of `group` must call the layer and run its backward, also one
-    without tokens, and x needs a gradient on all of them or on none.
+    without tokens, and x needs a gradient on all of them or on none. If there are losses, the ranks
+    of balance_groups must agree on whether gradients are enabled, since only then do they exchange
+    counts.
 
     Padding is routed, counted and takes room like any token; leave it out of x if it should not.
 
@@ -249,9 +252,10 @@ class MoE(nn.Module):
     Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
     router and of the shared experts are R: the gradients of their copies must be summed.
 
-    DistributedDataParallel (ddp.py) and FullyShardedDataParallel (zero.py) take all parameters for
-    copies, and would overwrite the experts by those of the first rank. Their arguments `groups` and
-    `per_parameter` say which ranks have the same experts.
+    The attribute spread_over of the experts is `group`. So DistributedDataParallel (ddp.py) and
+    FullyShardedDataParallel (zero.py) raise ValueError rather than copy one rank's experts to ranks
+    that have others. Their arguments `groups` and `per_parameter` say which ranks have the same
+    experts.
 
     Raises ValueError if P does not divide num_experts, if capacity_factor is not positive, or if
     this rank's place in `group` is not the one that it has by `nodes`.
@@ -285,6 +289,7 @@ class MoE(nn.Module):
         num_local = num_experts // world_size
         own = range(rank * num_local, (rank + 1) * num_local)
         self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
+        self.experts.spread_over = group  # so that wrappers do not take them for copies
         self.shared = None
         if shared_experts:
             width = shared_experts * ffn_hidden
@@ -318,7 +323,8 @@ class MoE(nn.Module):
 #
 #     capacity      the most rows that an expert takes from a rank. Others are dropped (GShard)
 #     balance loss  E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
-#                   p_i is the mean probability of expert i (GShard, Switch)
+#                   p_i is the mean probability of expert i (Switch, where k = 1; GShard counts each
+#                   token's first choice only)
 #     bias          a number per expert, added to its score for the choice only, not for the weight.
 #                   It is lowered for busy experts and raised for less busy ones (DeepSeek)
 #     z-loss        the mean of logsumexp(logits)^2, which keeps the logits small (ST-MoE)
@@ -333,7 +339,8 @@ class Router(nn.Module):
     top_k: k. Among equal scores the expert with the lowest number wins.
     score: "softmax" of the logits, or "sigmoid" of each, as in DeepSeek-V3. Weights are the scores
         of the chosen experts divided by their sum; for k = 1 the weight is the score itself, since
-        the quotient would always be 1 and the router would get no gradient.
+        the quotient would always be 1 and the router would get no gradient. DeepSeek-V3 also
+        multiplies the weights by 2.5, and has a small balance loss within each sequence.
     n_group, topk_group: the experts form n_group groups, such as one per node. A token uses only
         experts of topk_group groups, those in which the two highest scores have the largest sum.
 
@@ -493,10 +500,10 @@ class RouterLosses:
 
     balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
     scale: a further factor of both losses, see set_scale().
-    groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The losses
-        are means over the tokens of the grid, which costs an all-reduce of E counts over each
-        group: in forward or, under recompute() (sequence_parallel.py), when backward runs it again.
-        With (), the grid is this rank alone.
+    groups: this rank's group along each axis of a grid of ranks, such as its data-parallel, its
+        context-parallel and its tensor-parallel group. The losses are means over the grid's tokens,
+        which costs an all-reduce of E counts over each group: in forward or, under recompute()
+        (sequence_parallel.py), when backward runs it again. With (), the grid is this rank alone.
 
     The attribute `tally`, (E + 3,), says how often each of the E experts was chosen, how many
     choices were dropped, and this rank's parts of the two losses. After a step the caller sums the
@@ -520,13 +527,13 @@ class RouterLosses:
         """Multiply both losses by `scale` in later backward passes.
 
         They need the factor of the loss on which the caller calls backward(). For n microbatches,
-        whose gradients are then summed, or averaged, over the R ranks of the grid:
+        whose gradients are then summed, or averaged, over the W ranks of the grid:
 
             backward() on             scale for sums            scale for averages
-            loss / n                  1 / n                     R / n
-            scaler.scale(loss) / n    scaler.scale(one) / n     R * scaler.scale(one) / n
+            loss / n                  1 / n                     W / n
+            scaler.scale(loss) / n    scaler.scale(one) / n     W * scaler.scale(one) / n
 
-        An average needs R, since a rank's losses are parts, whose sum is the grid's losses.
+        An average needs W, since a rank's losses are parts, whose sum is the grid's losses.
 
         scale: a number or a scalar tensor, such as scaler.scale(one), one = torch.ones((),
             device=x.device). It is copied. After the layer's first forward, the host does not wait
@@ -706,6 +713,7 @@ def _grouped(x, weight, sizes, sizes_on_device):
 #     5. a token's dx is the sum of its rows' gradients; d weight goes to the router
 #
 # On a GPU, rows are added by atomic operations, in any order, so the last bits may vary for k > 2.
+# Two terms have the same sum in either order.
 
 
 def dispatch_and_combine(
@@ -771,7 +779,8 @@ class DispatchPlan:
         received = all_to_all_in_group(sent, group=group)  # received[r] is from rank r
         both = torch.stack([sent, received]).transpose(1, 2)  # (sent and received, parts, P, G)
         self.received = both[1]
-        # start the copy now, so that parts() need not wait for kernels launched after the copy
+        # Start the copy now, so that parts() need not wait for kernels launched after the copy.
+        # From a GPU it goes to pinned memory, which the host may read after the event below.
         self.on_host = both.to("cpu", non_blocking=True)
         if experts.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()

@@ -56,7 +56,7 @@ from tensor_parallel import attention
 # In a step, rank r of t takes the r-th of t chunks of T positions, here for a layer whose matrices
 # are split as in split_attention() and split_mlp() of tensor_parallel.py:
 #
-#     x = whole_x.chunk(t)[rank]  # (T, B, D) -> (T/t, B, D)
+#     x = whole_x.unflatten(0, (t, -1))[rank]  # (T, B, D) -> (T/t, B, D). t must divide T
 #     x = sequence_parallel_attention(x, norm_1, qkv, out, K)
 #     x = sequence_parallel_mlp(x, norm_2, up, down)
 #     losses = ...  # of this rank's tokens
@@ -71,8 +71,9 @@ def sequence_parallel_block(x, norm, inner, group=None, p=0.0):
         term of the result.
     norm: a module. The gradients of its parameters cover this rank's tokens only, and must still be
         summed over the group.
-    p: the probability of dropout, 0 in evaluation. Ranks drop elements of different tokens, so seed
-        their generators differently.
+    p: the probability of dropout, 0 in evaluation. Ranks drop elements of different tokens, so the
+        generators must differ here. Seed ranks differently once all have made the same model, or
+        keep their generators alike and call this `with` a ShardedRandomState (tensor_parallel.py).
     Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep only
     norm(x), and gather it again in backward.
     """
@@ -230,6 +231,10 @@ def simple_ulysses_attention(q, k, v, group=None):
 #     all-gather   2 (P-1)/P B T D_kv           2 (P-1)/P B T D_kv           2 B T D_kv
 #     ring         2 (P-1)/P B T D_kv           4 (P-1)/P B T D_kv           2 B T D_kv / P
 #     Ulysses      2 (P-1)/P B T (D + D_kv)/P   2 (P-1)/P B T (D + D_kv)/P   2 B T D_kv / P
+#
+# While the backward of one attention runs, it also has gradients of k and v in fp32. All-gather has
+# those of all tokens, and a copy in the order of the ranks: 4 B T D_kv elements. The ring has three
+# buffers of 2 B T D_kv / P.
 
 
 def context_positions(seq_len, group=None):
@@ -251,8 +256,8 @@ def zigzag_allgather_attention(q, k, v, group=None):
     q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. The shapes are the
     same on all ranks. The tokens are those at context_positions(): with others the result is wrong,
     and nothing shows it. On a GPU the dtype must be fp32, fp16 or bf16, and K elements must take a
-    multiple of 16 bytes. Raises ValueError if this rank's shapes or dtypes do not fit.
-    Types: V, V, V -> V.
+    multiple of 16 bytes. Raises ValueError if this rank's shapes or dtypes do not fit; ranks
+    where they fit then wait for this one until the group's timeout. Types: V, V, V -> V.
     """
     q, k, v = _checked(q, k, v, group)
     return _AllGatherAttention.apply(q, k, v, group)
@@ -694,7 +699,7 @@ def dropout(x, p, training=True):
 
 
 def activation_bytes(
-    batch, seq_len, hidden, heads, tp=1, sequence_parallel=False, recompute="none",
+    batch, seq_len, hidden, heads, tp=1, sequence_parallel=False, recomputation="none",
     kv_heads=None, ffn=None, masks=True, itemsize=2
 ):
     """Return the bytes of a layer's activations on a rank, by default as in Korthikanti's table 2.
@@ -704,7 +709,7 @@ def activation_bytes(
         + selective recomputation    B T D (34/t)
         full recomputation           2 B T D, with sequence parallelism 2 B T D / t
 
-    recompute: "none", "selective" (also for fused attention) or "full".
+    recomputation: "none", "selective" (also for fused attention) or "full".
     kv_heads, ffn: the heads of k and v and the width of the MLP, by default `heads` and 4 * hidden.
     masks: whether there is dropout, in attention, and after it and the MLP. Dropout masks have one
         byte per element.
@@ -712,7 +717,7 @@ def activation_bytes(
     """
     elements = batch * seq_len * hidden
     split = tp if sequence_parallel else 1
-    if recompute == "full":
+    if recomputation == "full":
         return itemsize * elements / split
     # Bytes for each of them: the inputs of 2 norms and of 2 column-parallel layers, and 2 masks.
     outside = 4 * itemsize + 2 * masks
@@ -720,7 +725,7 @@ def activation_bytes(
     inside = 2 + 2 * (kv_heads or heads) / heads + 2 * (4 if ffn is None else ffn / hidden)
     # Bytes for each element: softmax's output, and the output and the mask of the dropout after it.
     scores = (itemsize + masks * (itemsize + 1)) * heads * seq_len / hidden
-    if recompute == "selective":
+    if recomputation == "selective":
         scores = 0
     return elements * (outside / split + (itemsize * inside + scores) / tp)
 

@@ -43,8 +43,8 @@ It sends       8 B T D (P-1)/P elements per transformer layer in forward and bac
                of its tensor. The embedding and the product that gives the logits add an all-reduce
                each, and the loss reduces 3 B T numbers. For sequence parallelism, see its file
 Overlap        on the upper floor, backward computes dW while dX is summed. With sequence
-               parallelism a large forward product, or dX of a row-parallel layer, runs chunk by
-               chunk while other chunks travel
+               parallelism a large forward product, or the product dY = dZ C' in the backward of a
+               row-parallel layer, runs chunk by chunk while other chunks travel
 PyTorch's      DTensor and parallelize_module() split the same matrices. Each operation derives what
                to send from the placements of its DTensors. Here a parameter is a plain tensor
 
@@ -87,16 +87,18 @@ from collectives import (
 # f and g are autograd functions of collectives.py. f returns x, and its backward all-reduces the
 # gradient. g all-reduces x, and its backward returns the gradient.
 #
-# Docstrings give the type of each tensor (see "derivatives" in collectives.py):
+# Docstrings give the type of each tensor by its first letter (see "derivatives" in collectives.py):
 #
-#     I    equal on all ranks, and so is its gradient     X, Z, the loss, norms
-#     V    this rank's own, and so is its gradient        A_r, C_r, U_r, Y_r, the logits
-#     R    equal on all ranks, but a rank's gradient      on the upper floor only
-#          is a part, and the parts must be summed
+#     I  invariant     equal on all ranks, which use it identically    X, Z, the loss, norms
+#     R  replicated    equal on all ranks, which use it differently    f(X)
+#     V  varying       this rank's own                                 A_r, C_r, U_r, Y_r, logits
+#     P  partial       a term of the sum that is meant                 Z_r
 #
-# They show where a message is missing. In split_mlp() f takes X from I to V, A_r, GeLU and C_r take
-# V to V, and g takes V to I. Without f the types do not fit: X is I, and the product with A_r takes
-# a V. Z would still be right, but rank r's gradient of X would be dU_r A_r' alone, without a sum.
+# They show where a message is missing. In split_mlp(), f takes X from I to R. The product of an R
+# with A_r, a V, is U_r, a V. GeLU takes V to V. The product of Y_r and C_r, both V, is a P, and g
+# takes it to I. Without f the types do not fit: X is I, and A_r differs between ranks, so they
+# would not use X identically. Z would still be right, but rank r's gradient of X would be
+# dU_r A_r' alone, without a sum.
 
 
 def column_linear(x, weight, bias=None, group=None):
@@ -182,8 +184,10 @@ def split_cross_entropy(logits, target, group=None):
     Targets are in the order of the logits' rows. The weight is split into equal parts as that of
     split_embedding(), or is the same one (a tied head). The loss of a token with the whole logits
     `row` is log(sum(exp(row))) - row[target]. The logits stay split, and ranks exchange three
-    numbers for each token. There is no ignore_index: a target outside the vocabulary, such as -100,
-    gives NaN. Types: logits V -> I.
+    numbers for each token. Do not gather them: of whole logits, every rank's sum would be whole,
+    and the normalizer P times too large. Sums are in the dtype of the logits, so pass them in fp32
+    at least. There is no ignore_index: a target outside the vocabulary, such as -100, gives NaN.
+    Types: logits V -> I.
     """
     rank, P = rank_and_size(group)
     largest = logits.detach().amax(1)  # (N,)
@@ -275,7 +279,7 @@ def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=F
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
     x = autocasted(x)  # before x is saved and sent
-    begin_dweight = weight_gradient_hook(weight, defer)
+    begin_dweight = weight_gradient_of(weight, defer)
     return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, begin_dweight)
 
 
@@ -291,7 +295,7 @@ def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=No
     if sequence_parallel and len(x) % P:
         raise ValueError(f"T={len(x)} is not divisible by tp={P}")
     x = autocasted(x)
-    begin_dweight = weight_gradient_hook(weight, defer)
+    begin_dweight = weight_gradient_of(weight, defer)
     return _RowLinear.apply(x, weight, group, sequence_parallel, begin_dweight)
 
 
@@ -799,19 +803,46 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
 
 
 def check_gradients_over_tp(model, group=None, tolerance=1e-3):
-    """Raise ValueError on all ranks if copies of a parameter have different gradients. Collective.
+    """Raise ValueError on all ranks if copies of a parameter, or their gradients, differ.
 
-    Such copies drift apart. Every parameter that no Shard splits over the group is a copy. Kernels
-    may round differently. So a rank's gradient counts as different if its distance from the mean of
-    all ranks' is a larger fraction of the mean's norm than `tolerance`, and than the eps of the
-    parameter's dtype, which is 0.008 for bf16.
+    Copies with different gradients drift apart. Copies that begin unlike stay so. Every parameter
+    that no Shard splits over the group is a copy. Kernels may round differently. So a rank's
+    gradient counts as different if its distance from the mean of all ranks' is a larger fraction of
+    the mean's norm than `tolerance`, and than the eps of the parameter's dtype, which is 0.008 for
+    bf16. The same holds for weights, whose distance is estimated.
 
     Return whether all gradients are finite, since others count as equal: in fp16 the first steps
-    may overflow. Each mean takes an all-reduce, so call this after the sums of a step until it
-    returns True. With zero.py, ranks must have the same pieces: see `apart` there.
+    may overflow. Each mean takes an all-reduce, so call this on all ranks after the sums of a step,
+    until it returns True. Gradients that are all zero do not show a forgotten mark. They occur
+    before a projection that is initialised to zero, until its first update. If there is one, call
+    this once more in a later step. With zero.py, ranks must have the same pieces: see `apart`
+    there.
     """
     if dist.get_world_size(group) == 1:
         return True
+    copies = _copies_over(model, group)
+    if not copies:
+        return True
+    distances = _distances_from_mean(copies.values(), group)
+    of_weights = _distances_of_weights(copies.values(), group)
+    fault = ""
+    if names := _too_far(copies, distances, tolerance):
+        cure = "use mark_sum_over_tp() or, if each rank has its own part, set_shard()"
+        fault += f"gradients of {names} differ between ranks of tp: {cure}. "
+        fault += "If they have been clipped, all ranks must use one norm. "
+    if names := _too_far(copies, of_weights, tolerance):
+        cure = "seed the ranks alike before they create the model"
+        fault += f"weights of {names} differ between ranks of tp: {cure}. "
+    if fault:
+        raise ValueError(fault.strip())
+    return not any(map(math.isnan, distances))
+
+
+def _copies_over(model, group):
+    """Return {name: parameter} of the parameters of which all ranks of the group have copies.
+
+    Raises ValueError on all ranks if they have different ones.
+    """
     shards = shards_of(model)
     copies = {}
     described = []
@@ -823,15 +854,16 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
             whole_shape = getattr(parameter, "whole_shape", None)  # of zero.py's piece
             described.append(((name, whole_shape, getattr(parameter, "offset", 0)), parameter))
     check_parameters(described, group)
-    distances = _distances_from_mean(copies.values(), group)
+    return copies
+
+
+def _too_far(copies, distances, tolerance):
+    """Return the names of the copies whose distances are too large, joined by commas."""
     names = []
     for (name, parameter), distance in zip(copies.items(), distances):
         if distance > max(tolerance, torch.finfo(parameter.dtype).eps):
             names.append(name)
-    if names:
-        cure = "use mark_sum_over_tp() or, if each rank has its own part, set_shard()"
-        raise ValueError(f"gradients of {', '.join(names)} differ between ranks of tp: {cure}")
-    return not any(map(math.isnan, distances))
+    return ", ".join(names)
 
 
 @torch.no_grad()
@@ -845,16 +877,42 @@ def _distances_from_mean(parameters, group):
         all_reduce(mean, ReduceOp.AVG, group)
         norm = torch.linalg.vector_norm(mean).clamp(min=1e-30)  # 0 / 1e-30 is 0, inf / inf is NaN
         distances.append(torch.linalg.vector_norm(mean.sub_(grad)) / norm)
-    if not distances:
-        return []
     distances = torch.stack(distances)
     all_reduce(distances, ReduceOp.MAX, group)  # so that all ranks come to the same conclusion
     return distances.tolist()
 
 
+@torch.no_grad()
+def _distances_of_weights(parameters, group):
+    """Estimate how far apart ranks' copies of each weight are, relative to its norm.
+
+    Equal weights have equal products with a random vector. Those of unlike weights differ by about
+    as much as the weights. So one all-reduce of three numbers per weight is enough.
+    """
+    products = []
+    norms = []
+    for parameter in parameters:
+        weight = parameter.detach().flatten()
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        generator = torch.Generator(weight.device).manual_seed(0)  # the same vector on all ranks
+        vector = torch.randn(
+            weight.shape, generator=generator, dtype=weight.dtype, device=weight.device
+        )
+        products.append(weight @ vector)
+        norms.append(torch.linalg.vector_norm(weight))
+    products = torch.stack(products)
+    largest = torch.stack([products, -products, torch.stack(norms)])
+    all_reduce(largest, ReduceOp.MAX, group)
+    highest, minus_lowest, norms = largest
+    return ((highest + minus_lowest) / norms.clamp(min=1e-30)).tolist()
+
+
+# ---- fp16: skip a step on all ranks --------------------------------------------------------------
+#
 # With fp16, a gradient may overflow on one rank only. All ranks must then skip the step, or copies
 # differ from then on. With zero.py's wrapper they do. Without it, torch.amp.GradScaler decides on
-# each rank by itself, so let ranks share what they find, before scaler.unscale_() or scaler.step():
+# each rank by itself, so let ranks share what they find, before scaler.unscale_() or scaler.step().
+# Every rank must have a gradient, or this fails on the ranks without one, and the others hang:
 #
 #     gradients = [p.grad for p in model.parameters() if p.grad is not None]
 #     norm = torch.nn.utils.get_total_norm(gradients)
@@ -954,54 +1012,66 @@ def _linear_into(output, x, weight, bias=None):
 # ---- where a weight's gradient goes --------------------------------------------------------------
 #
 # From begin_weight_gradient(), backward gets dW and returns it to autograd, which adds it to .grad.
-# In a pipeline (pipeline.py), `defer` is a WeightGradStore, and weight_gradient_hook() returns
-# another function, which does two things in place of that. Autograd then gets None:
+# In a pipeline (pipeline.py), `defer` is a WeightGradStore, and backward calls
+# begin_in_pipeline() in its place, which does one of these:
 #
-#     if defer.open           put() takes a function that gathers X and computes dW. The pipeline
-#                             calls it later, when it would otherwise wait
-#     if defer.accumulates    the product itself adds dW to .grad, which saves a buffer and a pass
-#                             over it
+#     a graph or a hook needs dW    begin_weight_gradient(), see is_plain_leaf()
+#     else, if defer.open           put() takes a function that gathers X and computes dW. The
+#                                   pipeline calls it later, when it would otherwise wait. Autograd
+#                                   gets None
+#     else                          add_weight_gradient(), which the function of put() calls, too
 #
-# Neither is done for a weight whose gradient is also needed elsewhere: see is_plain_leaf().
+# If defer.accumulates, add_weight_gradient() lets the product itself add dW to .grad, which saves a
+# buffer and a pass over it. Autograd then gets None.
 
 
-def weight_gradient_hook(weight, defer):
-    """Return begin_weight_gradient(), or what a layer's backward calls in its place, see above."""
+def weight_gradient_of(weight, defer):
+    """Return the function by which a layer's backward begins dW: (dy, x, split, group) -> get_dW.
+
+    It holds the weight itself, since the tensor that autograd saves may lack its hooks.
+    """
     if defer is None:
         return begin_weight_gradient
-    finish = partial(add_weight_gradient, weight, defer)
+    return partial(begin_in_pipeline, weight, defer)
 
-    def begin(dy, x, split, group):
-        if defer.open and is_plain_leaf(weight):
-            # the pipeline calls this function later, and only then is x gathered
-            defer.put(weight, lambda: finish(dy, begin_gather(x, split, group)()))
-            return lambda: None  # no gradient in this backward
-        get_x = begin_gather(x, split, group, async_op=True)
-        return lambda: finish(dy, get_x())
 
-    return begin
+def begin_in_pipeline(weight, defer, dy, x, split, group):
+    """Do what begin_weight_gradient() does, but return a function that may return None for dW."""
+    if not is_plain_leaf(weight):
+        return begin_weight_gradient(dy, x, split, group)
+
+    def compute_later():
+        get_x = begin_gather(x, split, group)
+        return add_weight_gradient(weight, defer, dy, get_x())
+
+    if defer.open:
+        defer.put(weight, compute_later)
+        return lambda: None  # no gradient in this backward
+    get_x = begin_gather(x, split, group, async_op=True)
+    return lambda: add_weight_gradient(weight, defer, dy, get_x())
 
 
 def is_plain_leaf(weight):
     """Return whether nothing but .grad uses the weight's gradient.
 
-    A hook on the weight, or the graph that has computed it, needs dW itself, and during this
-    backward. weight: the parameter, since the tensor that autograd saves may lack its hooks.
+    A hook of register_hook(), or the graph that has computed the weight, needs dW itself, and
+    during this backward. Hooks that run after .grad has been accumulated, as those of DDP and ZeRO,
+    need only .grad, and autograd calls them also if it gets None.
     """
     return weight.is_leaf and not weight._backward_hooks
 
 
 def add_weight_gradient(weight, defer, dy, x):
     """Add dW = dy' x to .grad and return None, if `defer` accumulates. Otherwise return dW."""
-    may_add = defer.accumulates and is_plain_leaf(weight)
-    if may_add and weight.grad is not None:
-        _multiply_into(weight.grad, _rows(dy).t(), _rows(x), beta=1)
-        return None
-    if may_add and hasattr(weight, "grad_view"):  # of zero.py: the memory that .grad is to have
+    has_memory = weight.grad is not None or hasattr(weight, "grad_view")
+    if not (defer.accumulates and has_memory):
+        return weight_gradient(dy, x)  # autograd adds it to .grad, or makes the first .grad of it
+    beta = 1
+    if weight.grad is None:  # grad_view() of zero.py is the memory that .grad is to have
         weight.grad = weight.grad_view()
-        _multiply_into(weight.grad, _rows(dy).t(), _rows(x), beta=0)
-        return None
-    return weight_gradient(dy, x)  # autograd adds it to .grad, or makes the first .grad of it
+        beta = 0
+    _multiply_into(weight.grad, _rows(dy).t(), _rows(x), beta)
+    return None
 
 
 def _multiply_into(total, a, b, beta):

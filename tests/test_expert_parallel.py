@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import expert_parallel
 from collectives import count_bytes, gather_objects, observe, rank_and_size
+from ddp import DistributedDataParallel
 from expert_parallel import (
     DispatchPlan, Experts, FullPrecisionLinear, MoE, PlainMoE, Router, dispatch_and_combine,
     expert_parallel_bytes, plain_dispatch, switch, tally_metrics, two_hops, within_capacity,
@@ -27,6 +28,7 @@ from replicas import assert_close, demonstration
 from reference_gpt import MoE as ReferenceMoE
 from sequence_parallel import recompute, recompute_groups
 from transformer import saved_bytes
+from zero import FullyShardedDataParallel
 
 
 def _groups(size):
@@ -376,6 +378,35 @@ def test_a_deep_copy_has_the_same_groups_and_counts_for_itself(per_node, tp):
     assert all(parameter.grad is None for parameter in average.parameters())
     copied.losses.set_scale(3.0)
     assert layer.losses.scale == 1
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, FullyShardedDataParallel])
+@on_ranks(4)
+def test_a_wrapper_does_not_replicate_experts_over_ranks_that_have_others(wrap):
+    """Ranks 0 and 2 have the same experts, and so have ranks 1 and 3."""
+    ep_group, same = _groups(2)
+    layer = lambda group: nn.Sequential(MoE(4, 8, 4, 2, group))
+    torch.manual_seed(shifted(0))
+    net = layer(ep_group)
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    is_unchanged = lambda named: all(torch.equal(before[name], named[name]) for name in before)
+    with pytest.raises(ValueError, match=r"over ranks \[0, 1\].*`groups`.*`per_parameter`"):
+        wrap(net)
+    assert is_unchanged(net.state_dict())
+
+    own = net[0].experts.parameters()
+    if wrap is DistributedDataParallel:
+        wrap(net, groups=dict.fromkeys(own, same))
+        assert is_unchanged(net.state_dict())
+    else:
+        model = wrap(net, per_parameter={p: {"process_group": same} for p in own})
+        assert is_unchanged(model.state_dict())
+
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    model = wrap(layer(alone))  # all ranks have copies of all experts
+    model(torch.randn(3, 4)).sum().backward()
+    if wrap is FullyShardedDataParallel:
+        assert model.clip_grad_norm_(1.0) > 0
 
 
 # ---- waits and launches of the host --------------------------------------------------------------

@@ -670,6 +670,26 @@ def test_only_relative_differences_above_a_thousandth_between_copies_are_a_fault
         assert check_gradients_over_tp(layer) is False  # so the next step is checked, too
 
 
+@on_ranks(3)
+def test_copies_that_begin_unlike_are_named_although_their_summed_gradients_are_equal():
+    """The weights of a forgotten seed, and one of three ranks' that is 1% off."""
+    rank, _ = rank_and_size()
+    layer = mark_sum_over_tp(nn.Linear(64, 8))
+    seeds = 5, 5 + rank, 5
+    factors = 1.0, 1.0, 1.01 if rank == 1 else 1.0
+    for seed, factor, is_fault in zip(seeds, factors, (False, True, True)):
+        generator = torch.Generator().manual_seed(shifted(seed))
+        with torch.no_grad():
+            layer.weight.normal_(generator=generator).mul_(factor)
+            layer.bias.fill_(1.0)
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, rank + 1.0)
+        sum_gradients_over_tp(parameters_to_sum_over_tp(layer))
+        sentence = "^weights of weight differ between ranks of tp: seed"
+        with pytest.raises(ValueError, match=sentence) if is_fault else nullcontext():
+            assert check_gradients_over_tp(layer) is True
+
+
 def test_on_a_gpu_fp32_keys_and_values_are_repeated_because_no_kernel_shares_heads():
     for dtype, device in product((torch.float32, torch.bfloat16), ("cuda", "cpu")):
         repeated = (dtype, device) == (torch.float32, "cuda")
