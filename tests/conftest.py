@@ -5,8 +5,6 @@ import sys
 import traceback
 from pathlib import Path
 
-gc.disable()  # until the first test: imports and pytest's collection leave little garbage
-
 TESTS = Path(__file__).resolve().parent
 # multiprocessing hands sys.path to each rank
 sys.path[:0] = map(str, (TESTS.parent, TESTS, TESTS / "support", TESTS / "tools"))
@@ -53,11 +51,6 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if "soak" not in item.keywords]
 
 
-def pytest_collection_finish():
-    """Keep modules and test items out of later garbage collections. They live to the end."""
-    gc.freeze()
-
-
 def pytest_terminal_summary(terminalreporter, config):
     """With --mine, say what is right, and which functions the file lacks."""
     if config.option.mine is None:
@@ -83,7 +76,7 @@ def ranks():
 def seeded():
     """Seed the generators, so that a test's numbers do not depend on the tests before it."""
     rank_pool.seed_generators()
-    gc.enable()  # conftest.py and hybrid.main() disable it
+    gc.enable()  # hybrid.main() disables it
 
 
 @pytest.fixture(scope="session")

@@ -41,8 +41,6 @@ from unittest.mock import patch
 
 # These must be set before torch is imported, here and in every process started from here.
 os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-# Without these, glibc returns large freed tensors to the kernel, and every new one faults again.
-os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**25), MALLOC_TRIM_THRESHOLD_=str(2**28))
 
 import numpy as np
 import pytest
