@@ -171,7 +171,7 @@ WRONG = {
         "split_attention", "flatten(0, 1)", "transpose(0, 1).flatten(0, 1)", "the result is wrong",
     ),
     "each rank looks up all tokens": (
-        "split_embedding", "* is_here.unsqueeze(-1)", "", "the result is wrong",
+        "split_embedding", ".masked_fill(~is_here.unsqueeze(-1), 0)", "", "the result is wrong",
     ),
     "the maximum is local": (
         "split_cross_entropy", "all_reduce(largest, ReduceOp.MAX, group)", "",
