@@ -74,7 +74,14 @@ WRONG = {
     "one rank dies": (
         "ring_all_reduce", "rank, P = rank_and_size(group)",
         "rank, P = rank_and_size(group)\n    if P == 2 and rank:\n        import os; os._exit(7)",
-        "rank 1: has not returned\nrank 0: waited in vain for rank 1", "a rank died with exit code 7",
+        "rank 1: has not returned\nrank 0: waited in vain for rank 1",
+        "a rank died with exit code 7",
+    ),
+    "a message has the strides of a view": (
+        "one_f_one_b_step", "    rank, world_size = rank_and_size(group)",
+        "    rank, world_size = rank_and_size(group)\n"
+        "    exchange([(torch.empty(2, 3).T, 0)], [], group)",
+        "rank 0: an error\nTraceback", "ValueError: not contiguous", "torch.empty(x.shape) is",
     ),
     "a peer does not exist": (
         "gpipe_step", "    rank, world_size = rank_and_size(group)",
@@ -171,7 +178,7 @@ WRONG = {
         "split_attention", "flatten(0, 1)", "transpose(0, 1).flatten(0, 1)", "the result is wrong",
     ),
     "each rank looks up all tokens": (
-        "split_embedding", "* is_here.unsqueeze(-1)", "", "the result is wrong",
+        "split_embedding", ".masked_fill(~is_here.unsqueeze(-1), 0)", "", "the result is wrong",
     ),
     "the maximum is local": (
         "split_cross_entropy", "all_reduce(largest, ReduceOp.MAX, group)", "",

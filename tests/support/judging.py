@@ -71,16 +71,23 @@ class Message:
         self.finish = finish
 
     def wait(self, *timeout):
-        try:
+        with in_vain(self.waits_for):
             done = self.work.wait(*timeout)
-        except RuntimeError as error:  # the limit has passed, or the peer's has
-            raise Wrong(f"{IN_VAIN} {self.waits_for}") from error
         if self.finish:
             self.finish()
         return done
 
     def __getattr__(self, name):
         return getattr(self.work, name)
+
+
+@contextmanager
+def in_vain(waits_for):
+    """Say who is missing once the limit has passed, or once the peer has ended, also in a post."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Wrong(f"{IN_VAIN} {waits_for}") from error
 
 
 @contextmanager
@@ -113,9 +120,11 @@ def watched(builds=None):
         traffic.sent.append(("send", group, peer, len(data)))
         length = torch.tensor([len(data)]).view(torch.uint8)
         leaving = torch.cat([length, data])
-        work = torch_send(group, [leaving], peer, tag)
+        waits_for = f"rank {peer} to receive {len(data):,} bytes"
+        with in_vain(waits_for):
+            work = torch_send(group, [leaving], peer, tag)
         posted.append((work, leaving))
-        return Message(work, f"rank {peer} to receive {len(data):,} bytes")
+        return Message(work, waits_for)
 
     def recv(group, tensors, peer, tag):
         data = bytes_of(group, *tensors, peer)
@@ -128,9 +137,11 @@ def watched(builds=None):
                 raise Wrong(f"{sizes} from rank {peer}")
             data.copy_(arriving[8 : 8 + length])
 
-        work = torch_recv(group, [arriving], peer, tag)
+        waits_for = f"rank {peer} to send {len(data):,} bytes"
+        with in_vain(waits_for):
+            work = torch_recv(group, [arriving], peer, tag)
         posted.append((work, arriving))
-        return Message(work, f"rank {peer} to send {len(data):,} bytes", finish)
+        return Message(work, waits_for, finish)
 
     def recv_anysource(*_):
         raise Wrong("a message is received from any rank, so it may be another: name its source")
@@ -279,7 +290,8 @@ def complaint(error, path):
     frames = frames or error.__traceback__
     lines = traceback.format_exception(type(error), error, frames, chain=False)
     if "not contiguous" in str(error):
-        lines.append("torch.empty_like(x) has the strides of x; torch.empty(x.shape) is contiguous\n")
+        hint = "torch.empty_like(x) has the strides of x; torch.empty(x.shape) is contiguous"
+        lines.append(f"{hint}\n")
     return ERROR + "".join(lines)
 
 
