@@ -123,14 +123,14 @@ def backward_in_buckets(loss, buckets):
 #                                      does not come
 #     finishes when told to            finishes at the end of the outermost backward  the wrapper
 #
-# All of it comes together in DistributedDataParallel. Buffers come after it and can be skipped, and
-# so can the last floor, with checks and other functions that zero.py and hybrid.py use, too.
+# All of it comes together in DistributedDataParallel. The module's buffers come after it and can be
+# skipped, and so can the last floor, with checks and functions that zero.py and hybrid.py use, too.
 
 # ---- tensors in one flat tensor ------------------------------------------------------------------
 
 
 def aligned(elements):
-    """Round a number of elements up to a multiple of 64: ALIGNMENT, 128 bytes, in 16 bits each."""
+    """Round up to a multiple of 64 elements, which take ALIGNMENT bytes (128) in 16 bits each."""
     return elements + -elements % (ALIGNMENT // 2)
 
 
@@ -162,15 +162,6 @@ class FlatLayout:
         return flat
 
 
-def copy_all(targets, sources):
-    """Copy each source into its target, in one call unless a target is a conjugated view."""
-    if any(target.is_conj() or target.is_neg() for target in targets):
-        for target, source in zip(targets, sources):
-            target.copy_(source)
-    else:
-        torch._foreach_copy_(targets, sources)
-
-
 # ---- gradients in buckets ------------------------------------------------------------------------
 
 
@@ -182,7 +173,7 @@ def gradient_bytes(parameter):
 def fill_buckets(parameters, cap_bytes, kind):
     """Divide parameters into lists, one for each bucket, in the order in which buckets complete.
 
-    parameters: in the order in which backward computes their gradients.
+    parameters: in the order in which backward computes their gradients; or buffers, in any order.
     cap_bytes: the largest size of a bucket; a larger parameter gets its own bucket.
     kind: a function; two parameters share a bucket only if it returns the same for both.
     """
@@ -266,8 +257,8 @@ class GradBucket:
         for parameter, slot in self.slots.items():
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
                 raise RuntimeError("a hook or a second wrapper took .grad away from its reduction")
-        if not self.as_views:
-            copy_all([p.grad for p in self.slots], list(self.slots.values()))
+            if not self.as_views:
+                parameter.grad.copy_(slot)
 
 
 # ---- sums in one order ---------------------------------------------------------------------------
@@ -349,10 +340,9 @@ class Reducer:
 
 # ---- when a round ends ---------------------------------------------------------------------------
 #
-# A round is one pass of the Reducer over all buckets. It begins with the first gradient of a
-# backward, and must end when that backward ends: the optimizer steps next, and a gradient that has
-# not come by then will not come. So at its first gradient, a round asks autograd to call a function
-# when the running backward ends.
+# A round begins with the first gradient of a backward, and must end when that backward ends: the
+# optimizer steps next, and a gradient that has not come by then will not come. So at its first
+# gradient, a round asks autograd to call a function when the running backward ends.
 #
 # But a backward may run inside another one. When backward reaches a reentrant checkpoint, it runs
 # the layers in it forward again, and an inner backward through them. Then it goes on with the
@@ -369,10 +359,7 @@ class Reducer:
 #                               3   2   end    asks again, since the end before it was not the last
 #                               asks
 #
-#     no batch            sync_without_batch() begins a round and ends it
-#
-# So the round ends with the outermost backward. With wait_in_backward=False, and in a round of
-# start_grad_sync(), nothing asks, and finish_grad_sync() ends it.
+# So the round ends with the outermost backward.
 
 
 def at_end_of_backward(function):
@@ -422,54 +409,17 @@ class DistributedDataParallel(nn.Module):
             loss_fn(model(x), target).backward()
             optimizer.step()
 
-    The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
-    backward() that computes the gradient of any parameter also reduces all gradients, except inside
-    no_sync(), which sets require_backward_grad_sync to False. Every rank takes part in a reduction,
-    and in the optimizer's step:
+    The constructor copies the parameters and buffers of the group's first rank to all ranks. Each
+    backward() is a round of the Reducer, which reduces the gradients of all parameters. Inside
+    no_sync() there is none, and gradients add up on this rank. All ranks take part in each round,
+    and in each step of the optimizer:
 
-        a rank without                    calls
-        a parameter that its loss uses    start_grad_sync() and finish_grad_sync(), not backward()
-        a batch                           sync_without_batch() instead of both passes
+        this rank has                   its round begins with    and ends with
+        a loss that uses a parameter    the first gradient       the end of backward()
+        a loss that uses none           start_grad_sync()        finish_grad_sync()
+        no batch                        sync_without_batch(), in place of both passes
 
-    - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
-      momentum still change it.
-    - A rank that evaluates alone calls model.module(x). model(x) may wait for the other ranks, see
-      broadcast_buffers. model.module.state_dict() has the module's own names.
-    - Keep the wrapper until backward has ended. Autograd does not, and without it nothing is
-      reduced.
-    - Hooks of parameters see this rank's own gradient. An optimizer that steps in one would let
-      replicas drift apart.
-    - Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
-      this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
-
-    bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
-        Large buckets take fewer messages, and small ones leave less to be sent after backward.
-    broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, except
-        when the previous one ran in no_sync() or no_grad() and no gradients were reduced since. A
-        forward pass that copies them waits for all ranks, also in an evaluation.
-    gradient_as_bucket_view: make .grad a view of its bucket. Sums are not copied back then, and
-        after backward() gradients take memory once. A later backward() overwrites a .grad that a
-        script has saved without clone().
-    gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
-        it to 1 for losses that add up, see below.
-    wait_in_backward: if False, backward() starts reductions and finish_grad_sync() waits for them.
-    groups: {parameter: group} for parameters that only a subset of process_group replicates, such
-        as those of an expert (expert_parallel.py). The divisor is the same for all parameters.
-    gradient_sum: an object that sums a bucket, by default GradientSum(). Another kind takes the
-        place of PyTorch's register_comm_hook().
-    device_ids, output_device, find_unused_parameters, static_graph: accepted for compatibility.
-        Inputs are not moved to a device, and unused parameters are always found.
-
-    The constructor raises ValueError on every rank if the ranks' modules differ, or if the group
-    holds ranks over which tensor_parallel.py has split a parameter. It also raises ValueError if
-    trained parameters are on several devices.
-    forward() raises RuntimeError on every rank if a buffer differs between ranks in shape or dtype,
-    and on this one if reductions are under way, as after a backward() that failed. If
-    wait_in_backward is False, it does so only where it copies buffers.
-    backward() raises RuntimeError on this rank if a gradient is sparse, comes again before it was
-    reduced, or is itself to be differentiated (create_graph), or if a parameter was frozen,
-    unfrozen or converted after wrapping. The other ranks then wait until the group's timeout. After
-    a backward() that failed, no other may follow before finish_grad_sync() on every rank.
+    Arguments, errors and differences from PyTorch's class are listed after the class.
     """
 
     def __init__(
@@ -494,6 +444,7 @@ class DistributedDataParallel(nn.Module):
         for _, parameter in named:
             broadcast_first([parameter], group_of(parameter))
         self._replicated = ReplicatedBuffers(module, process_group, cap_bytes)
+        self._buffers_are_due = True  # whether the next forward pass has to copy them
 
         # from the last layer to the first, as backward computes their gradients
         parameters = [p for _, p in named if p.requires_grad][::-1]
@@ -509,20 +460,20 @@ class DistributedDataParallel(nn.Module):
         self.reducer = Reducer(self.buckets)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self._dtypes = {p: grad_dtype(p) for p in parameters}
-        self._expects_backward = False  # from a forward() in grad mode to finish_grad_sync()
         for parameter in parameters:  # they may outlive the wrapper, and must not keep its buckets
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
     def forward(self, *args, **kwargs):
-        if self.wait_in_backward:
-            self._check_idle()
-        self._broadcast_buffers()
-        self._replicated.are_due = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self._expects_backward = self._expects_backward or torch.is_grad_enabled()
+        self._begin_pass()
+        # PyTorch's rule: a pass may change buffers, such as running means, if it leads to a round
+        self._buffers_are_due = torch.is_grad_enabled() and self.require_backward_grad_sync
         return self.module(*args, **kwargs)
 
     def no_sync(self):
-        """Accumulate gradients locally; the next backward() outside reduces their sum."""
+        """Accumulate gradients locally; the next backward() outside reduces their sum.
+
+        Inside, the attribute require_backward_grad_sync is False. Scripts may set it themselves.
+        """
         return without_sync(self)
 
     @torch.no_grad()
@@ -536,7 +487,7 @@ class DistributedDataParallel(nn.Module):
             self._check_idle()  # a gradient that is added to a sum under way would be lost
             return
         if self.reducer.is_idle:  # this gradient is the first one of its backward
-            self._start(awaited=self._bucket_of)
+            self.start_grad_sync(awaited=self._bucket_of)
             if self.wait_in_backward:
                 at_end_of_outermost_backward(self._end_backward)
         bucket = self._bucket_of[parameter]
@@ -553,30 +504,24 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def start_grad_sync(self, awaited=()):
-        """Start to reduce all gradients; those of `awaited` parameters follow as they are computed.
+        """Begin a round, in which only gradients of `awaited` parameters are still to be computed.
 
-        Zero-bubble pipelines (pipeline.py) compute some gradients after backward. Only
-        finish_grad_sync() ends this round of reductions; the end of backward does not.
+        A caller ends it by finish_grad_sync(); the end of a backward does not. Zero-bubble
+        pipelines (pipeline.py) compute some gradients after backward, and await these.
         """
         self._check_idle()
-        self._start(awaited)
+        self._check_parameters()
+        self.reducer.start(awaited)
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        """End the round of reductions, or run one if the last forward has had none.
-
-        a round is under way                  end it. backward() calls this function at its end
-        none since this rank's last forward   run one: its loss used no parameter, or all its
-                                              backwards were in no_sync()
-        otherwise                             do nothing: backward has ended the round
-        """
-        if self.reducer.is_idle:
-            if not self._expects_backward:
-                return
-            self._start()
-        self._expects_backward = False
-        self._replicated.are_due = True  # a forward has changed them, here or on other ranks
+        """End the round that is under way: begin the sums that are left, and wait for all sums."""
+        if self.reducer.is_idle and self.buckets:
+            what = "finish_grad_sync() without a round, or after backward() has ended it"
+            cure = "if this rank's loss uses no parameter, call start_grad_sync() first"
+            raise RuntimeError(f"{what}: {cure}")
         self.reducer.finish()
+        self._buffers_are_due = True  # a forward has changed them, here or on other ranks
 
     def sync_without_batch(self):
         """Take this rank's part in a step for which it has no batch, in place of both passes.
@@ -586,33 +531,73 @@ class DistributedDataParallel(nn.Module):
         forward and backward, so that they also copy buffers once. A sharded module cannot do
         without a batch: its ranks need each other's shards, so each has to run every pass.
         """
-        self._check_idle()
-        self._broadcast_buffers()  # the other ranks do so in forward()
-        self._expects_backward = True
+        self._begin_pass()
+        self.start_grad_sync()
         self.finish_grad_sync()
 
-    def _start(self, awaited=()):
-        """Start a round. Raise RuntimeError if the module's parameters have changed."""
-        for name, parameter in not_ignored(self.module, self.module.named_parameters()):
-            dtype = grad_dtype(parameter) if parameter.requires_grad else None
-            if dtype != self._dtypes.get(parameter):
-                raise RuntimeError(f"the wrapped {name!r} was frozen, thawed, cast or replaced")
-        self.reducer.start(awaited)
+    def _begin_pass(self):
+        """Copy the first rank's buffers to all ranks, which call this together, if they are due."""
+        self._check_idle()  # gradients of this pass would join the last one's round
+        if self.broadcast_buffers and self._replicated.names and self._buffers_are_due:
+            self._replicated.broadcast()
 
     def _check_idle(self):
         if not self.reducer.is_idle:
             what = "gradients are still being reduced: call finish_grad_sync() first"
-            cure = "finish_grad_sync() ends it, on every rank; then zero the gradients"
+            cure = "finish_grad_sync() ends its round; then zero the gradients on every rank"
             raise RuntimeError(f"{what}. If backward has failed, {cure}")
 
-    def _broadcast_buffers(self):
-        if self.broadcast_buffers and self._replicated.names and self._replicated.are_due:
-            self._check_idle()  # or ranks might begin this and their last sums in unlike orders
-            self._replicated.broadcast()
+    def _check_parameters(self):
+        """Raise RuntimeError if they are other than those that the buckets were made for."""
+        for name, parameter in not_ignored(self.module, self.module.named_parameters()):
+            dtype = grad_dtype(parameter) if parameter.requires_grad else None
+            if dtype != self._dtypes.get(parameter):
+                raise RuntimeError(f"the wrapped {name!r} was frozen, thawed, cast or replaced")
 
     def __getstate__(self):
         raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
 
+
+# Arguments. Those after output_device are passed by name.
+#
+# process_group: the ranks that train replicas; None for all ranks.
+# bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket. Large
+#     buckets take fewer messages, and small ones leave less to be sent after backward.
+# broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, except
+#     when the previous one ran in no_sync() or no_grad() and no round has ended since. A forward
+#     pass that copies them waits for all ranks, also in an evaluation. A rank that evaluates alone
+#     calls model.module(x).
+# gradient_as_bucket_view: make .grad a view of its bucket. Sums are not copied back then, and after
+#     backward() gradients take memory once. A later backward() overwrites a .grad that a script has
+#     saved without clone().
+# gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set it
+#     to 1 for losses that add up, see below.
+# wait_in_backward: if False, backward() begins its round and finish_grad_sync() ends it.
+# groups: {parameter: group} for parameters that only a subset of process_group replicates, such as
+#     those of an expert (expert_parallel.py). The divisor is the same for all parameters.
+# gradient_sum: an object that sums a bucket, by default GradientSum(). See "another kind of sum".
+# device_ids, output_device, find_unused_parameters, static_graph: accepted for compatibility.
+#     Inputs are not moved to a device, and unused parameters are always found.
+#
+# An attribute of the module, _ddp_params_and_buffers_to_ignore, may list names of parameters and
+# buffers. These are neither copied, broadcast nor reduced. PyTorch's class reads it, too.
+
+# Errors. Where only some ranks raise one, the others wait for them until these exit or the group's
+# timeout has passed.
+#
+# - The constructor raises ValueError on every rank if the ranks' modules differ, or if the group
+#   holds ranks over which tensor_parallel.py has split a parameter. It also raises ValueError if
+#   trained parameters are on several devices.
+# - forward() raises RuntimeError on every rank if a buffer differs between ranks in shape or dtype,
+#   and on this one if a round is under way, as after a backward() that failed.
+# - backward() raises RuntimeError on this rank if a gradient is sparse, comes again before it was
+#   reduced, or is itself to be differentiated (create_graph), or if a parameter was frozen,
+#   unfrozen or converted after wrapping.
+# - finish_grad_sync() raises RuntimeError on this rank, and sends nothing, if no round is under way
+#   here. Ranks that are in a round wait until this one calls start_grad_sync() and then it again.
+# - After a backward() that failed on this rank, the others wait for its sums. finish_grad_sync()
+#   ends its round. If no gradient had come, start_grad_sync() comes first. Then zero the gradients
+#   on every rank. Another backward() before that would join the old round.
 
 # Differences from PyTorch's class:
 #
@@ -620,7 +605,8 @@ class DistributedDataParallel(nn.Module):
 #   others are in theirs. These wait for it and raise an error when it exits, or when the group's
 #   timeout has passed.
 # - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs.
-# - A parameter that no rank uses gets a gradient of zeros. In PyTorch its .grad stays as it was.
+# - A parameter that no rank's loss uses gets a zero gradient, so weight decay and momentum still
+#   change it. In PyTorch its .grad stays as it was.
 # - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
 #   rebuild them after the first backward pass in the order in which gradients became ready. All
 #   have one size; PyTorch's first has 1 MiB.
@@ -634,12 +620,18 @@ class DistributedDataParallel(nn.Module):
 # - A buffer registered after wrapping is not broadcast: every rank keeps its own.
 # - Before a broadcast, ranks ask one another whether a buffer's shape or dtype has changed, in an
 #   all-gather of one byte. The host waits for it and, if the group has only NCCL, for the GPU.
-# - Arguments after output_device are passed by name. Those of PyTorch's that the class above does
-#   not list are not taken, such as init_sync, mixed_precision and device_mesh.
+# - Arguments of PyTorch's that are not listed above are not taken, such as init_sync,
+#   mixed_precision and device_mesh.
 #
-# As in PyTorch, each wrapper orders its own buckets only. If one backward() passes through two
-# wrappers, say of an encoder and a decoder, and autograd may reach them in unlike orders on
-# different ranks, each of them needs a process group of its own.
+# As in PyTorch:
+#
+# - Names in state_dict() begin with "module."; model.module.state_dict() has the module's own.
+# - Hooks of parameters see this rank's own gradient. An optimizer that steps in one would let
+#   replicas drift apart.
+# - Keep the wrapper until backward has ended. Autograd does not, and without it nothing is reduced.
+# - Each wrapper orders its own buckets only. If one backward() passes through two wrappers, say of
+#   an encoder and a decoder, and autograd may reach them in unlike orders on different ranks, each
+#   of them needs a process group of its own.
 
 
 # ---- losses that add up --------------------------------------------------------------------------
@@ -691,9 +683,6 @@ class ReplicatedBuffers:
     """The buffers that a module has when it is wrapped; the first rank's are copied to all ranks.
 
     names: those of the buffers. The wrapper calls nothing here if there are none.
-    are_due: whether the next forward pass has to copy them. The wrapper sets it when PyTorch's
-        does: to True in a forward pass outside of no_sync() and no_grad(), in which buffers such as
-        running means change, and in a reduction; to False in any other forward pass.
     """
 
     def __init__(self, module, group, cap_bytes):
@@ -703,7 +692,6 @@ class ReplicatedBuffers:
         named = not_ignored(module, module.named_buffers())
         self.names = {name for name, _ in named}
         self.agreed = describe(named)  # what the ranks have agreed on
-        self.are_due = True
 
     def broadcast(self):
         """Copy the first rank's buffers. All ranks must agree on their shapes."""
@@ -712,14 +700,15 @@ class ReplicatedBuffers:
         # .data hides these writes from autograd, as PyTorch's class does. BatchNorm saves its
         # running means for backward even where it does not use them, so after a second forward
         # autograd would refuse the backward of the first. But where backward does use a buffer, it
-        # now computes with the new values. They are others only if ranks differed in its forward,
-        # as they may after a forward in no_sync().
+        # now computes with the new values. These differ from those in its forward only if ranks had
+        # different buffers there, as they may after a forward in no_sync().
         buffers = [buffer.data for _, buffer in named]
         for bucket in fill_buckets(buffers, self.cap_bytes, lambda buffer: buffer.dtype):
             layout = FlatLayout(bucket)
             flat = layout.pack(bucket)
             broadcast(flat, group=self.group, group_src=0)
-            copy_all(bucket, layout.views(flat))
+            for buffer, view in zip(bucket, layout.views(flat)):
+                buffer.copy_(view)
 
     def agree(self, named):
         """Raise RuntimeError on every rank if buffers differ between ranks."""

@@ -897,8 +897,8 @@ def _add_products(products):
 # FullyShardedDataParallel (zero.py). The wrapper reduces gradients over replicas in every backward
 # outside no_sync(). A step has a backward for each microbatch, so Pipeline runs all but the last of
 # a stage's Bs and Ws inside no_sync(), or none of them if sync_each is true. If the caller runs
-# step() in no_sync(), all of them stay inside. A W that reduces first calls start_grad_sync(), and
-# the caller of a step() with Ws that reduces must call finish_grad_sync() after it.
+# step() in no_sync(), all of them stay inside. A W that reduces first calls start_grad_sync(). So
+# wrap stages with wait_in_backward=False, and call finish_grad_sync() of each stage after step().
 
 
 class Pipeline:

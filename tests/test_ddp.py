@@ -187,14 +187,16 @@ def test_gradients_that_a_script_keeps_do_not_change_and_those_that_it_sets_are_
 
 @on_ranks(2)
 def test_a_parameter_that_is_not_dense_in_memory_gets_its_gradient():
+    factor = 1 + dist.get_rank()
     for as_views in (False, True):
         net = nn.Module()
         net.weight = nn.Parameter(torch.ones(64, 8)[:, ::2])
         net.bias = nn.Parameter(torch.ones(64))
-        net.forward = lambda: (net.weight * torch.arange(4)).sum() + 5 * net.bias.sum()
-        DistributedDataParallel(net, gradient_as_bucket_view=as_views)().backward()
-        assert torch.equal(net.weight.grad, torch.arange(4.0).expand(64, 4))
-        assert torch.equal(net.bias.grad, torch.full((64,), 5.0))
+        net.forward = lambda: factor * ((net.weight * torch.arange(4)).sum() + 5 * net.bias.sum())
+        model = DistributedDataParallel(net, gradient_as_bucket_view=as_views)
+        model().backward()
+        assert torch.equal(net.weight.grad, 1.5 * torch.arange(4.0).expand(64, 4))
+        assert torch.equal(net.bias.grad, torch.full((64,), 7.5))
 
 
 def test_a_bucket_is_filled_to_its_cap_and_buckets_have_the_order_in_which_they_are_completed():
@@ -276,7 +278,6 @@ def waited_for_by_the_caller(model, parts):
     with count_bytes() as traffic:
         model.finish_grad_sync()
     assert not traffic.sent  # all buckets were sent before
-    model.finish_grad_sync()
     model.wait_in_backward = True
 
 
@@ -355,6 +356,7 @@ def test_a_backward_that_failed_in_a_checkpoint_does_not_end_a_later_one_under_n
     with model.no_sync():
         loss.backward()
     assert net[0].weight.grad.item() == dist.get_rank() + 1
+    model.start_grad_sync()
     model.finish_grad_sync()
     assert net[0].weight.grad.item() == 1.5
 
@@ -502,7 +504,7 @@ def test_what_a_sum_needs_until_it_ends_is_freed_with_its_round():
 def test_ranks_may_use_different_parameters_in_different_orders(cap):
     """The blocks and their order change with the rank, the microbatch and the step.
 
-    None means that the loss reaches no parameter; then the rank must call finish_grad_sync().
+    None means that the loss reaches no parameter; then the rank starts and finishes the round.
     """
     rank, world_size = rank_and_size()
     net = make_net()
@@ -525,6 +527,7 @@ def test_ranks_may_use_different_parameters_in_different_orders(cap):
                 if order is not None:
                     loss.backward()
                 elif is_last:
+                    model.start_grad_sync()
                     model.finish_grad_sync()
         if step == 5:  # the last step is the simplest one: it averages whole gradients at the end
             average_gradients(net)
@@ -550,7 +553,8 @@ def test_a_bucket_is_reduced_while_backward_still_runs(wait_in_backward):
         loss.backward()
         expected = [event for i in (3, 2, 1, 0) for event in (f"gradient {i}", "reduce")]
         assert events == expected + 4 * wait_in_backward * ["wait"]
-        model.finish_grad_sync()
+        if not wait_in_backward:
+            model.finish_grad_sync()
     assert events == expected + 4 * ["wait"]
 
 
@@ -583,30 +587,19 @@ def test_a_round_that_the_caller_began_outlasts_backwards_also_after_one_that_en
 
 
 @on_ranks(2)
-def test_each_backward_of_a_step_has_a_round_also_where_its_loss_uses_no_parameter():
-    net = nn.Linear(1, 1, bias=False)
-    model = DistributedDataParallel(net, gradient_divide_factor=1)
-    net.weight.data.fill_(1)
-    outputs = model(torch.tensor([[1.0], [2.0]]))  # of one forward with two losses
-    outputs[0].backward(retain_graph=True)
-    net.zero_grad()
-    with reductions() as calls:
-        if dist.get_rank() == 0:
-            outputs[1].backward()
-        else:
-            model.start_grad_sync()
-            model.finish_grad_sync()
-    assert len(calls) == 1 and net.weight.grad.item() == 2
-
-
-@on_ranks(2)
-def test_a_forward_without_buffers_may_run_while_sums_are_under_way():
-    model = DistributedDataParallel(nn.Linear(1, 1), wait_in_backward=False)
-    losses = [model(torch.ones(1, 1)).sum() for _ in range(2)]
-    losses[0].backward()
-    model(torch.ones(1, 1))
+@pytest.mark.parametrize("wait_in_backward", [True, False])
+def test_no_pass_begins_while_sums_are_under_way(wait_in_backward):
+    """The gradients of another would join them."""
+    model = DistributedDataParallel(nn.Linear(1, 1), wait_in_backward=wait_in_backward)
+    if wait_in_backward:
+        model.start_grad_sync()
+    else:
+        model(torch.ones(1, 1)).sum().backward()
+    for begin in (partial(model, torch.ones(1, 1)), model.sync_without_batch):
+        with pytest.raises(RuntimeError, match=r"call finish_grad_sync\(\) first"):
+            begin()
     model.finish_grad_sync()
-    assert model.module.weight.grad.item() == 1
+    assert model.module.weight.grad.item() == 1 - wait_in_backward
 
 
 @on_ranks(2)
@@ -626,24 +619,39 @@ def test_a_rank_without_a_batch_calls_sync_without_batch(set_to_none):
 
 
 @on_ranks(2)
-def test_neither_gradients_nor_their_zeros_decide_whether_a_rank_takes_part():
-    """Rank 1 has gradients of the step before and no batch, then a loss that counts nothing."""
-    rank = dist.get_rank()
+def test_gradients_that_a_rank_without_a_batch_has_kept_count_as_they_are():
     model = DistributedDataParallel(nn.Linear(3, 2), gradient_divide_factor=1)
     model(torch.ones(1, 3)).sum().backward()
+    if dist.get_rank() == 0:
+        model(torch.ones(1, 3)).sum().backward()
+    else:
+        model.sync_without_batch()
+    assert model.module.bias.grad.eq(5).all()  # of 2 on each rank, which rank 0 adds 1 to
+
+
+@on_ranks(2)
+def test_a_rank_that_finishes_a_round_which_it_has_not_begun_gets_an_error_and_sends_nothing():
+    """Its peer waits for it meanwhile. Nothing is inferred from forwards, or from gradients."""
+    model = DistributedDataParallel(nn.Linear(3, 2), gradient_divide_factor=1)
+    wrong = r"without a round.* call start_grad_sync\(\) first"
+    output = model(torch.ones(1, 3))
+    with model.no_sync():
+        output.sum().backward(retain_graph=True)
     with reductions() as calls:
-        if rank == 0:
-            model(torch.ones(1, 3)).sum().backward()
-        else:
-            model.sync_without_batch()
-        model.finish_grad_sync()  # does nothing, as the round has ended
-    assert len(calls) == 1 and model.module.bias.grad.eq(5).all()  # of 2, which rank 0 adds 1 to
-    model.zero_grad()
-    with reductions() as calls:
-        (0 * model(torch.ones(1, 3)).sum()).backward()
-        model.zero_grad()
-        model.finish_grad_sync()
-    assert len(calls) == 1
+        for step in range(2):
+            if dist.get_rank() == 0:
+                output.sum().backward(retain_graph=True)
+            else:
+                with pytest.raises(RuntimeError, match=wrong):
+                    model.finish_grad_sync()
+                model.start_grad_sync()
+                model.finish_grad_sync()
+            assert len(calls) == step + 1
+        with pytest.raises(RuntimeError, match=wrong):
+            model.finish_grad_sync()  # backward() has ended the round
+    assert len(calls) == 2 and model.module.bias.grad.eq(7).all()  # 2 + 1, and then 3 + 1 + 3
+    frozen = DistributedDataParallel(nn.Linear(3, 2).requires_grad_(False))
+    frozen.finish_grad_sync()  # has no sums
 
 
 @on_ranks(2)
