@@ -151,7 +151,7 @@ class FlatLayout:
 
     def views(self, flat):
         """Return views of `flat`, one for each tensor and in its shape."""
-        parts = flat.split(self.sizes)[::2]
+        parts = flat.split(self.sizes)[::2]  # without paddings
         return [part.view(shape) for part, shape in zip(parts, self.shapes)]
 
     def pack(self, tensors):
@@ -177,20 +177,21 @@ def fill_buckets(parameters, cap_bytes, kind):
     cap_bytes: the largest size of a bucket; a larger parameter gets its own bucket.
     kind: a function; two parameters share a bucket only if it returns the same for both.
     """
-    buckets = []
-    filling = {}  # {kind: the bucket of this kind that is being filled}
-    room = {}  # {kind: how many bytes still fit into it}
+    by_kind = {}
     for parameter in parameters:
-        its_kind = kind(parameter)
-        nbytes = gradient_bytes(parameter)
-        if its_kind not in filling or nbytes > room[its_kind]:
-            filling[its_kind] = []
-            room[its_kind] = cap_bytes
-            buckets.append(filling[its_kind])
-        filling[its_kind].append(parameter)
-        room[its_kind] -= nbytes
-    # A bucket is complete with its last gradient. Of two kinds that were filled side by side, such
-    # as large weights and small biases, a bucket that began first may be complete last.
+        by_kind.setdefault(kind(parameter), []).append(parameter)
+    buckets = []
+    for same_kind in by_kind.values():
+        buckets.append([])
+        room = cap_bytes  # how many bytes still fit into the last bucket
+        for parameter in same_kind:
+            nbytes = gradient_bytes(parameter)
+            if nbytes > room and buckets[-1]:
+                buckets.append([])
+                room = cap_bytes
+            buckets[-1].append(parameter)
+            room -= nbytes
+    # a bucket is complete with its last gradient, and those of other kinds come in between
     position = {parameter: i for i, parameter in enumerate(parameters)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
@@ -305,10 +306,10 @@ class Reducer:
         return not self.queue and not self.under_way
 
     def start(self, awaited=()):
-        """Start a round. Only gradients of the `awaited` parameters are still to be computed.
+        """Start a round, in which only gradients of `awaited` parameters are still to be computed.
 
-        They are those of all parameters when backward begins, of some if other passes have computed
-        the rest, or of none.
+        awaited: all parameters, when a backward begins; or some or none, if other passes have
+            computed the rest.
         """
         self.queue = deque(self.order)
         awaited = set(awaited)
@@ -359,7 +360,8 @@ class Reducer:
 #                               3   2   end    asks again, since the end before it was not the last
 #                               asks
 #
-# So the round ends with the outermost backward.
+# So at an end, the function first looks whether an outer backward goes on. If one does, its next
+# nodes ask again. The round ends with the outermost backward.
 
 
 def at_end_of_backward(function):
@@ -376,9 +378,9 @@ def at_end_of_outermost_backward(function):
             function()
             return
         # An inner backward has run in this node, such as a checkpoint's. Until end() returns,
-        # autograd takes it for the running one. The outer backward goes on with the next nodes, so
-        # these ask again. If it runs none of them, the optimizer steps before the sums have ended,
-        # and the next forward() raises an error.
+        # autograd takes it for the running one, so the next nodes ask, and not this one. If none of
+        # them runs, the optimizer steps before the sums have ended, and the next forward() raises
+        # an error.
         for node, _ in outer_node.next_functions:
             if node is not None:
                 before_node(node, lambda: at_end_of_outermost_backward(function))
@@ -417,7 +419,7 @@ class DistributedDataParallel(nn.Module):
         this rank has                   its round begins with    and ends with
         a loss that uses a parameter    the first gradient       the end of backward()
         a loss that uses none           start_grad_sync()        finish_grad_sync()
-        no batch                        sync_without_batch(), in place of both passes
+        no batch                        sync_without_batch(), in place of forward and backward
 
     Arguments, errors and differences from PyTorch's class are listed after the class.
     """
