@@ -590,8 +590,9 @@ class DistributedDataParallel(nn.Module):
 # - The constructor raises ValueError on every rank if the ranks' modules differ, or if the group
 #   holds ranks over which tensor_parallel.py has split a parameter. It also raises ValueError if
 #   trained parameters are on several devices.
-# - forward() raises RuntimeError on every rank if a buffer differs between ranks in shape or dtype,
-#   and on this one if a round is under way, as after a backward() that failed.
+# - forward() raises ValueError on every rank if a buffer differs between ranks in shape or dtype,
+#   such as a table that grows with a rank's longest input, unless the module lists it as above. It
+#   raises RuntimeError on this rank if a round is under way, as after a backward() that failed.
 # - backward() raises RuntimeError on this rank if a gradient is sparse, comes again before it was
 #   reduced, or is itself to be differentiated (create_graph), or if a parameter was frozen,
 #   unfrozen or converted after wrapping.
@@ -696,9 +697,12 @@ class ReplicatedBuffers:
         self.agreed = describe(named)  # what the ranks have agreed on
 
     def broadcast(self):
-        """Copy the first rank's buffers. All ranks must agree on their shapes."""
+        """Copy the first rank's buffers, or raise ValueError on all ranks if shapes are unlike."""
         named = [(n, b) for n, b in self.module.named_buffers() if n in self.names]
-        self.agree(named)
+        found = describe(named)
+        if any_rank(found != self.agreed, self.group):
+            check_parameters(named, self.group)
+            self.agreed = found
         # .data hides these writes from autograd, as PyTorch's class does. BatchNorm saves its
         # running means for backward even where it does not use them, so after a second forward
         # autograd would refuse the backward of the first. But where backward does use a buffer, it
@@ -711,17 +715,6 @@ class ReplicatedBuffers:
             broadcast(flat, group=self.group, group_src=0)
             for buffer, view in zip(bucket, layout.views(flat)):
                 buffer.copy_(view)
-
-    def agree(self, named):
-        """Raise RuntimeError on every rank if buffers differ between ranks."""
-        buffers = describe(named)
-        if any_rank(buffers != self.agreed, self.group):
-            try:
-                check_parameters(named, self.group)
-            except ValueError as error:
-                cure = "list it in module._ddp_params_and_buffers_to_ignore before wrapping"
-                raise RuntimeError(f"a buffer differs between ranks: {error}; {cure}") from error
-            self.agreed = buffers
 
 
 def not_ignored(module, named):
