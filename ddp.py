@@ -599,8 +599,8 @@ class DistributedDataParallel(nn.Module):
 # - finish_grad_sync() raises RuntimeError on this rank, and sends nothing, if no round is under way
 #   here. Ranks that are in a round wait until this one calls start_grad_sync() and then it again.
 # - After a backward() that failed on this rank, the others wait for its sums. finish_grad_sync()
-#   ends its round. If no gradient had come, start_grad_sync() comes first. Then zero the gradients
-#   on every rank. Another backward() before that would join the old round.
+#   ends its round; if no gradient had come, start_grad_sync() goes before it. Then zero the
+#   gradients on every rank. Another backward() before that would join the old round.
 
 # Differences from PyTorch's class:
 #
@@ -619,12 +619,9 @@ class DistributedDataParallel(nn.Module):
 # - The parameters that are trained are on one device, and their gradients are computed on one
 #   stream. PyTorch takes a module on several devices, for which autograd has a thread each: there
 #   a Reducer needs a lock.
-# - The wrapper cannot be copied or pickled; the wrapped module can.
 # - A buffer registered after wrapping is not broadcast: every rank keeps its own.
 # - Before a broadcast, ranks ask one another whether a buffer's shape or dtype has changed, in an
 #   all-gather of one byte. The host waits for it and, if the group has only NCCL, for the GPU.
-# - Arguments of PyTorch's that are not listed above are not taken, such as init_sync,
-#   mixed_precision and device_mesh.
 #
 # As in PyTorch:
 #
