@@ -1844,8 +1844,8 @@ def any_rank(flag, group=None):
 
 
 def describe(named):
-    """Return a line for each (name, tensor): its name, shape, dtype, requires_grad, device type."""
-    kind = lambda t: f"{tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type}"
+    """Return a line for each (name, tensor): its name, shape, dtype and so on, and its strides."""
+    kind = lambda t: f"{tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type} {t.stride()}"
     return [f"{name!r} {kind(tensor)}" for name, tensor in named]
 
 

@@ -339,65 +339,6 @@ class Reducer:
             self.under_way.popleft().end()
 
 
-# ---- when a round ends ---------------------------------------------------------------------------
-#
-# A round begins with the first gradient of a backward, and must end when that backward ends: the
-# optimizer steps next, and a gradient that has not come by then will not come. So at its first
-# gradient, a round asks autograd to call a function when the running backward ends.
-#
-# But a backward may run inside another one. When backward reaches a reentrant checkpoint, it runs
-# the layers in it forward again, and an inner backward through them. Then it goes on with the
-# layers below. Autograd takes the inner one for the running one, and each of them has an end. For
-# layers 1 to 4, of which a reentrant checkpoint holds 2 and 3:
-#
-#     no checkpoint       4   3   2   1   end: the round ends
-#                         asks
-#
-#     checkpoint          4   [ checkpoint ]   1   end: the round ends
-#                         asks  3   2   end
-#
-#     layer 4 is frozen       [ checkpoint ]   1   end: the round ends
-#                               3   2   end    asks again, since the end before it was not the last
-#                               asks
-#
-# So at an end, the function first looks whether an outer backward goes on. If one does, its next
-# nodes ask again. The round ends with the outermost backward.
-
-
-def at_end_of_backward(function):
-    """Call function() when the running backward ends; one inside another has an end of its own."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # private; nothing public
-
-
-def at_end_of_outermost_backward(function):
-    """Call function() when the running backward ends and those have ended in which it runs."""
-
-    def end():
-        outer_node = torch._C._current_autograd_node()  # private; nothing public
-        if outer_node is None:
-            function()
-            return
-        # An inner backward has run in this node, such as a checkpoint's. Until end() returns,
-        # autograd takes it for the running one, so the next nodes ask, and not this one. If none of
-        # them runs, the optimizer steps before the sums have ended, and the next forward() raises
-        # an error.
-        for node, _ in outer_node.next_functions:
-            if node is not None:
-                before_node(node, lambda: at_end_of_outermost_backward(function))
-
-    at_end_of_backward(end)
-
-
-def before_node(node, function):
-    """Call function() once, before a backward runs this node of the graph."""
-
-    def hook(_):
-        handle.remove()  # some nodes serve several backwards, such as a leaf's
-        function()
-
-    handle = node.register_prehook(hook)
-
-
 # ---- the wrapper ---------------------------------------------------------------------------------
 
 
@@ -579,7 +520,8 @@ class DistributedDataParallel(nn.Module):
 #     those of an expert (expert_parallel.py). The divisor is the same for all parameters.
 # gradient_sum: an object that sums a bucket, by default GradientSum(). See "another kind of sum".
 # device_ids, output_device, find_unused_parameters, static_graph: accepted for compatibility.
-#     Inputs are not moved to a device, and unused parameters are always found.
+#     Inputs are not moved to a device, and unused parameters are always found. A parameter with
+#     several gradients in one backward is an error, also with static_graph.
 #
 # An attribute of the module, _ddp_params_and_buffers_to_ignore, may list names of parameters and
 # buffers. These are neither copied, broadcast nor reduced. PyTorch's class reads it, too.
@@ -607,12 +549,13 @@ class DistributedDataParallel(nn.Module):
 # - There is no join(). A rank that has left its loop must call nothing else on the group while
 #   others are in theirs. These wait for it and raise an error when it exits, or when the group's
 #   timeout has passed.
-# - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs.
+# - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs. So
+#   the backward of a loss from model.module(x) begins a round, too.
 # - A parameter that no rank's loss uses gets a zero gradient, so weight decay and momentum still
 #   change it. In PyTorch its .grad stays as it was.
 # - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
 #   rebuild them after the first backward pass in the order in which gradients became ready. All
-#   have one size; PyTorch's first has 1 MiB.
+#   have one size; PyTorch's first has 1 MiB if bucket_cap_mb is not given.
 # - Unused parameters are found when backward ends, not before it begins. So the sums of their
 #   bucket and of all later ones wait until then.
 # - A second backward() of one forward, with retain_graph=True, reduces gradients again.
@@ -626,12 +569,72 @@ class DistributedDataParallel(nn.Module):
 # As in PyTorch:
 #
 # - Names in state_dict() begin with "module."; model.module.state_dict() has the module's own.
-# - Hooks of parameters see this rank's own gradient. An optimizer that steps in one would let
-#   replicas drift apart.
+# - Hooks of parameters see this rank's own gradient, so an optimizer that steps in one would let
+#   replicas drift apart. Register hooks of your own before wrapping: one that is registered later
+#   runs after a gradient has been handed over, and may change a bucket that is being summed.
 # - Keep the wrapper until backward has ended. Autograd does not, and without it nothing is reduced.
 # - Each wrapper orders its own buckets only. If one backward() passes through two wrappers, say of
 #   an encoder and a decoder, and autograd may reach them in unlike orders on different ranks, each
 #   of them needs a process group of its own.
+
+
+# ---- when a round ends ---------------------------------------------------------------------------
+#
+# A round begins with the first gradient of a backward, and must end when that backward ends: the
+# optimizer steps next, and a gradient that has not come by then will not come. So at its first
+# gradient, a round asks autograd to call a function when the running backward ends.
+#
+# But a backward may run inside another one. When backward reaches a reentrant checkpoint, it runs
+# the layers in it forward again, and an inner backward through them. Then it goes on with the
+# layers below. Autograd takes the inner one for the running one, and each of them has an end. For
+# layers 1 to 4, of which a reentrant checkpoint holds 2 and 3:
+#
+#     no checkpoint       4   3   2   1   end: the round ends
+#                         asks
+#
+#     checkpoint          4   [ checkpoint ]   1   end: the round ends
+#                         asks  3   2   end
+#
+#     layer 4 is frozen       [ checkpoint ]   1   end: the round ends
+#                               3   2   end    asks again, since the end before it was not the last
+#                               asks
+#
+# So at an end, the function first looks whether an outer backward goes on. If one does, its next
+# nodes ask again. The round ends with the outermost backward.
+
+
+def at_end_of_backward(function):
+    """Call function() when the running backward ends; one inside another has an end of its own."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # private; nothing public
+
+
+def at_end_of_outermost_backward(function):
+    """Call function() when the running backward ends and those have ended in which it runs."""
+
+    def end():
+        outer_node = torch._C._current_autograd_node()  # private; nothing public
+        if outer_node is None:
+            function()
+            return
+        # An inner backward has run in this node, such as a checkpoint's. Until end() returns,
+        # autograd takes it for the running one, so the next nodes ask, and not this one. If none of
+        # them runs, the optimizer steps before the sums have ended, and the next forward() raises
+        # an error.
+        for node, _ in outer_node.next_functions:
+            if node is not None:
+                before_node(node, lambda: at_end_of_outermost_backward(function))
+
+    at_end_of_backward(end)
+
+
+def before_node(node, function):
+    """Call function() once, before a backward runs this node of the graph."""
+
+    def hook(_):
+        handle.remove()  # some nodes serve several backwards, such as a leaf's
+        function()
+
+    handle = node.register_prehook(hook)
 
 
 # ---- losses that add up --------------------------------------------------------------------------
@@ -787,26 +790,25 @@ def check_replicated(module, named, groups_of, axes):
     named: (name, parameter) pairs of the module.
     groups_of, axes: see check_and_copy().
     """
-    split_over = groups_of_shards(module)
+    names = {parameter: repr(name) for name, parameter in named}
     fault = ""
-    for name, parameter in named:
-        if parameter in split_over and not fault:
-            fault = fault_of_replicas(repr(name), groups_of(parameter), split_over[parameter])
+    for parameter, split_over in groups_of_shards(module):
+        if parameter in names and not fault:
+            fault = fault_of_replicas(names[parameter], groups_of(parameter), split_over)
     raise_on_all_ranks(fault, axes)
 
 
 def groups_of_shards(module):
-    """Return {parameter: the group over which it is split}, if this group has several ranks."""
-    split_over = {}
+    """Return pairs (parameter, a group of several ranks over which it is split)."""
+    split_over = []
     for part in module.modules():
         if hasattr(part, "spread_over"):
-            split_over |= dict.fromkeys(part.parameters(), part.spread_over)
+            split_over += [(parameter, part.spread_over) for parameter in part.parameters()]
         shards = getattr(part, "shards", None)
         for name, parameter in part._parameters.items():
             if isinstance(shards, dict) and name in shards:
-                split_over[parameter] = shards[name].group
-    several = lambda group: dist.get_world_size(group) > 1
-    return {parameter: group for parameter, group in split_over.items() if several(group)}
+                split_over.append((parameter, shards[name].group))
+    return [(p, group) for p, group in split_over if dist.get_world_size(group) > 1]
 
 
 def fault_of_replicas(name, groups, split_over):

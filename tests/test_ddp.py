@@ -152,7 +152,10 @@ def test_a_group_of_ranks_that_hold_different_parts_of_a_parameter_is_refused_on
         net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
         return net
 
+    experts = net_over(dp_group)  # each is split over a group, and other ranks have others
+    experts[1].spread_over = tp_group
     for wrong, net in (
+        (tp_group, experts),
         (None, net_over(None)),
         (None, net_over(tp_group)),
         (tp_group, net_over(tp_group)),
@@ -163,6 +166,8 @@ def test_a_group_of_ranks_that_hold_different_parts_of_a_parameter_is_refused_on
         if wrong is tp_group:
             sentence = rf" is split over ranks \{dist.get_process_group_ranks(tp_group)}, which"
         if kind == "zero-1":
+            if net is experts:
+                continue  # it has parameters alone, and modules know what is split
             sentence = "the parameters' values differ between ranks: pass the process_group"
         with pytest.raises(ValueError, match=sentence):
             WRAPPERS[kind](net, wrong)
@@ -995,19 +1000,33 @@ def test_sharded_modules_whose_buffers_differ_are_an_error_on_every_rank():
 
 
 UNLIKE = {
-    "'1.weight' (5, 2) torch.float32 True cpu": lambda: nn.Linear(2, 5),
-    "'1.weight' (4, 2) torch.float64 True cpu": lambda: nn.Linear(2, 4).double(),
-    "'1.weight' (4, 2) torch.float32 False cpu": lambda: nn.Linear(2, 4).requires_grad_(False),
+    "'1.weight' (5, 2) torch.float32 True cpu (2, 1)": lambda: nn.Linear(2, 5),
+    "'1.weight' (4, 2) torch.float64 True cpu (2, 1)": lambda: nn.Linear(2, 4).double(),
+    "'1.weight' (4, 2) torch.float32 False cpu (2, 1)": lambda: frozen_layer(),
+    "'1.weight' (4, 2) torch.float32 True cpu (1, 4)": lambda: transposed_in_memory(),
     "nothing": lambda: nn.Linear(2, 4, bias=False),
 }
+
+
+def frozen_layer():
+    return nn.Linear(2, 4).requires_grad_(False)
+
+
+def transposed_in_memory():
+    """A layer with its weight in the order of memory that channels_last gives a convolution's."""
+    layer = nn.Linear(2, 4)
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    return layer
 
 
 @on_ranks(3)
 def test_models_that_differ_are_an_error_on_every_rank():
     for here, make in UNLIKE.items():
         last = make() if dist.get_rank() == 2 else nn.Linear(2, 4)
-        there = "'1.bias' (4,)" if here == "nothing" else "'1.weight' (4, 2)"
-        wrong = f"rank 2 of the group has {here}, rank 0 has {there} torch.float32 True cpu"
+        there = "'1.weight' (4, 2) torch.float32 True cpu (2, 1)"
+        if here == "nothing":
+            there = "'1.bias' (4,) torch.float32 True cpu (1,)"
+        wrong = f"rank 2 of the group has {here}, rank 0 has {there}"
         with pytest.raises(ValueError, match=f"^{re.escape(wrong)}$"):
             DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), last))
 
