@@ -238,6 +238,7 @@ ORDERS = [  # the units that each of two ranks runs
     ("05", "0135"),
     ("012345", "01233345"),
 ]
+OUT_OF_ORDER = ("01202345", "01202345")  # which reentrant checkpoints do not take
 
 
 @on_ranks(2)
@@ -255,7 +256,7 @@ def test_ranks_may_skip_different_units_or_repeat_one(stage, how):
         passes = [net(x, order, how) for x in rows[r].chunk(2)]
         return sum(x.square().mean() for x in passes)
 
-    for orders in ORDERS:
+    for orders in ORDERS if how == "reentrant" else [*ORDERS, OUT_OF_ORDER]:
         expected = gradients_alone(start, lambda net: sum(loss(net, r, orders) for r in (0, 1)) / 2)
         net = copy.deepcopy(start)
         model = FullyShardedDataParallel(net, units=net.blocks, stage=stage)
@@ -1334,7 +1335,7 @@ def test_finish_grad_sync_sums_gradients_of_passes_that_were_all_under_no_sync(s
 
 
 @on_ranks(2)
-def test_sums_under_way_end_before_the_next_of_their_unit_and_free_whole_gradients_early():
+def test_a_sum_frees_whole_gradients_when_the_next_begins_or_at_the_end_of_a_forward():
     """A forward pass advances the sums: a reduce-scatter, then an all-reduce over replicas."""
     alone, under_way = [dist.new_group([r]) for r in range(2)][dist.get_rank()], deque()
     net, x, flats = make_net(), make_data(4), []
@@ -1349,7 +1350,7 @@ def test_sums_under_way_end_before_the_next_of_their_unit_and_free_whole_gradien
         losses = [mean_square(model, own_part(x)) for _ in range(2)]
         for loss in losses:
             loss.backward()
-            assert len(under_way) == 1 and not flats[-1].expired()
+            assert [flat.expired() for flat in flats] == [True] * (len(flats) - 1) + [False]
         for left in (1, 0):
             mean_square(model, own_part(x))
             assert len(under_way) == left and flats[-1].expired()
@@ -1376,7 +1377,7 @@ def late_all_reduce(*args, async_op=False, **kwargs):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("failing, only_adds", [((1,), False), ((0, 1), True)])
+@pytest.mark.parametrize("failing, only_adds", [((1,), False), ((1,), True), soak((0, 1), True)])
 @pytest.mark.parametrize("stage", [0, *STAGES])
 @patch("ddp.all_reduce", late_all_reduce)
 def test_training_continues_after_a_pass_that_failed(stage, failing, only_adds):
@@ -1586,7 +1587,8 @@ def test_a_forward_that_changes_its_own_weights_is_rejected_on_every_rank(stage)
         net = Learner(how)
         model = FullyShardedDataParallel(net, units=net.blocks, stage=stage)
         name = re.escape(changed.get(how, "embed.weight"))
-        with pytest.raises(RuntimeError, match=f"'{name}' is sharded, and forward has changed it"):
+        refused = "(forward has changed it|__set__ may need it whole)"
+        with pytest.raises(RuntimeError, match=f"'{name}' is sharded, and {refused}"):
             model(torch.arange(5))
         if "replaced" not in how:
             net.how = "no change"
@@ -1737,6 +1739,48 @@ def test_finish_grad_sync_sums_gradients_of_no_sync_also_beside_sums_that_are_un
         losses[1].backward()
     model.finish_grad_sync()
     assert_close(whole_gradients(model.module), alone)
+
+
+class MaySkip(nn.Module):
+    """A module whose only trained layer a rank may skip."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3, bias=False)
+        self.skips = False
+
+    def forward(self, x):
+        return x if self.skips else self.layer(x)
+
+
+@on_ranks(2)
+def test_a_rank_without_gradients_sums_what_the_others_have_kept_in_no_sync():
+    """Its pieces have gradients of the step before."""
+    net = MaySkip()
+    model = FullyShardedDataParallel(net, units=[net.layer])
+    x = torch.ones(2, 3, requires_grad=True)
+    model(x).sum().backward()
+    net.skips = dist.get_rank() == 1
+    with model.no_sync():
+        model(x).sum().backward()
+    model.finish_grad_sync()
+    assert whole_gradients(net)["layer.weight"].eq(2 + 2 / 2).all()
+
+
+@on_ranks(2)
+def test_sums_whose_gradients_never_came_are_ended_before_others_begin():
+    """Otherwise this rank's next sums would meet those that its peers have sent already."""
+    net = nn.Linear(3, 3)
+    model = FullyShardedDataParallel(net, wait_in_backward=False)
+    loss = model(torch.ones(1, 3)).sum()
+    model.start_grad_sync(awaited=set(model.flats[0].whole))
+    for begin in (model.start_grad_sync, loss.backward):
+        with pytest.raises(RuntimeError, match="were to await have not come: call finish_grad_sync"):
+            begin()
+    model.finish_grad_sync()
+    model(torch.ones(1, 3)).sum().backward()
+    model.finish_grad_sync()
+    assert whole_gradients(net)["bias"].eq(1).all()
 
 
 @on_ranks(2)
