@@ -111,14 +111,14 @@ def switch_layer(x, router, compute, group=None):
 # shortest way, and PlainMoE is a layer around it. A reader who wants the technique alone may stop
 # after these.
 #
-# MoE is the class to use. It is the last one of the file, and without options its forward is
+# MoE, at the end of the file, is the class to use. Without options, its forward is
 #
 #     routing = self.router(x)
 #     experts = within_capacity(routing.experts, ...)
 #     y = dispatch_and_combine(x, experts, routing.weights, ..., self.experts, ...)
 #     return self.losses.attach(y, routing, experts)
 #
-# The sections on the way there each rest on those before:
+# The sections before it lead there, and each rests on those above it:
 #
 #     the experts            their MLPs
 #     rows under way         an all-to-all that begins in one place and ends in another
@@ -297,8 +297,8 @@ class Journey:
         backward    waits for 3 gradients,       begins to send 4 gradients
                     and returns them
 
-    To autograd, _Post returns an empty tensor, which is the input of _Await. This alone joins the
-    two in its graph, so that it calls _Await's backward before that of _Post.
+    In autograd's graph, an empty tensor joins the two: _Post returns it, and _Await takes it. So
+    _Await's backward runs before that of _Post.
 
     received, sent: how many rows come from and go to each rank in forward
     overlaps: whether anything is computed meanwhile; otherwise begin() also waits
