@@ -36,9 +36,9 @@ Load Balancing", 2024. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
 import math
 from collections import namedtuple
 from contextlib import contextmanager
-from fractions import Fraction
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -65,8 +65,6 @@ def switch(x, experts, compute, group=None):
     compute: this rank's expert, (M, D) -> (M, D). It keeps the order of rows, and M may be 0.
     All ranks must call switch() and run its backward, also one without tokens, or others wait. So x
     needs a gradient on all ranks or on none.
-    Types (see "derivatives" in collectives.py): x and what compute() uses are V, tensors of this
-    rank's own, and so is the result: V -> V.
     """
     _, world_size = rank_and_size(group)
     send_counts = experts.bincount(minlength=world_size)
@@ -100,7 +98,6 @@ def switch_layer(x, router, compute, group=None):
     for tokens of all ranks, and their gradients have come to it, so its gradient is the sum
     already. It must not be summed, since the other ranks' experts are other weights. If the loss is
     the mean of the ranks' losses, divide both gradients by P.
-    Types: x and what compute() uses V, router R (equal tensors, used for different tokens) -> V.
     """
     probabilities = F.linear(x, router).softmax(-1)  # (N, P)
     weights, experts = probabilities.max(-1)  # (N,) each
@@ -112,19 +109,28 @@ def switch_layer(x, router, compute, group=None):
 # This is expert parallelism: a router's choice, and two all-to-alls around the experts. What
 # follows sends a token to k experts, of which a rank has several. plain_dispatch() does so in the
 # shortest way, and PlainMoE is a layer around it. A reader who wants the technique alone may stop
-# after these. MoE is the class to use. It does what PlainMoE does, and the sections after it have
-# what it adds:
+# after these.
 #
-#     the router             how it chooses, and what keeps it balanced
-#     its losses             two losses whose gradients backward adds, and a tally of the choices
+# MoE, at the end of the file, is the class to use. Without options, its forward is
+#
+#     routing = self.router(x)
+#     experts = within_capacity(routing.experts, ...)
+#     y = dispatch_and_combine(x, experts, routing.weights, ..., self.experts, ...)
+#     return self.losses.attach(y, routing, experts)
+#
+# The sections before it lead there, and each rests on those above it:
+#
 #     the experts            their MLPs
-#     dispatch and combine   what plain_dispatch() does, with less memory and one wait
-#     rows under way         tokens divided into parts, of which some travel while others compute
-#     two hops               a way in which a token crosses to each node only once
+#     rows under way         an all-to-all that begins in one place and ends in another
+#     dispatch and combine   what plain_dispatch() does, with less memory, one wait, and overlap
+#     two hops               the same, but a token crosses to each node only once
+#     the router             how it chooses, and what keeps it balanced
+#     the router's losses    two losses whose gradients backward adds, and a tally of the choices
+#     the layer              MoE
 #
 # Types in docstrings: V is a tensor of this rank's own, and so is its gradient. I is equal on all
 # ranks, and so is its gradient. R is equal, too, but a rank's gradient is a part, and the parts are
-# to be summed. "-> P" is a part of a sum over the ranks; elsewhere P is their number.
+# to be summed.
 
 # ---- k experts per token -------------------------------------------------------------------------
 #
@@ -187,15 +193,21 @@ class PlainMoE(nn.Module):
     experts: a module for this rank's experts, `compute` of plain_dispatch(), such as Experts below.
     Seed all ranks alike, so that the copies of the router are equal. Experts draws those of all
     ranks and keeps its own; a module of another kind would begin equal on all ranks. The gradients
-    of the router's copies must be summed over the group. Types: x and parameters of experts V, the
-    router R -> V.
+    of the router's copies must be summed over the group.
+
+    The layer sets the attribute spread_over of the experts to `group`. So DistributedDataParallel
+    (ddp.py) and FullyShardedDataParallel (zero.py) raise ValueError rather than copy one rank's
+    experts to ranks that have others. Their arguments `groups` and `per_parameter` say which ranks
+    have the same experts.
+
+    Types: x and parameters of experts V, the router R -> V.
     """
 
     def __init__(self, hidden, num_experts, top_k, experts, group=None):
         super().__init__()
         self.router = nn.Linear(hidden, num_experts, bias=False)
         self.experts = experts
-        self.experts.spread_over = group  # see MoE
+        self.experts.spread_over = group
         self.top_k = top_k
         self.group = group
 
@@ -208,436 +220,19 @@ class PlainMoE(nn.Module):
         return plain_dispatch(x, experts, weights, num_experts, self.experts, self.group)
 
 
-# ---- the layer -----------------------------------------------------------------------------------
-
-
-class MoE(nn.Module):
-    """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
-
-    The experts:
-        hidden, ffn_hidden, num_experts, top_k: D, the width of an expert, E and k.
-        activation, gated: see Experts. The activation must not have parameters.
-        shared_experts: the number of experts that every token uses in addition.
-    The router:
-        router: further arguments of Router.
-        capacity_factor: limits the tokens that an expert takes from each rank, or None. See
-            within_capacity().
-        balance_coefficient, z_coefficient, loss_scale, balance_groups: see RouterLosses.
-    The ranks:
-        group: the ranks over which the experts are spread.
-        tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dim 0, and
-            the results are gathered. With None, every rank has tokens of its own.
-        nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
-        parts: the number of parts in which tokens travel, see "rows under way".
-
-    Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
-    router are equal, and no two experts are: each rank draws all of them and keeps its own.
-
-    As with switch(), all ranks of `group` must call the layer and run its backward, also one
-    without tokens, and x needs a gradient on all of them or on none. If there are losses, the ranks
-    of balance_groups must agree on whether gradients are enabled, since only then do they exchange
-    counts.
-
-    Padding is routed, counted and takes room like any token; leave it out of x if it should not.
-
-    The attribute `losses` is the layer's RouterLosses. The attribute hand_over is None, or a
-    function to call while rows travel, so that something else can compute meanwhile. If `pipeline`
-    is a Pipeline with pairs (pipeline.py), set layer.hand_over = pipeline.turns.hand_over. All
-    ranks of `group` must have the same parts, and a hand_over that posts the same messages, if any.
-
-    In 16 bits and under autocast, the router's weights and the sums of the k results are rounded to
-    16 bits. In bf16 with k = 8, y errs by 0.3 to 0.4% for this reason. With sums in fp32 it would
-    err by 0.2%, but here these would need N k rows in fp32.
-
-    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
-    router and of the shared experts are R: the gradients of their copies must be summed.
-
-    The attribute spread_over of the experts is `group`. So DistributedDataParallel (ddp.py) and
-    FullyShardedDataParallel (zero.py) raise ValueError rather than copy one rank's experts to ranks
-    that have others. Their arguments `groups` and `per_parameter` say which ranks have the same
-    experts.
-
-    Raises ValueError if P does not divide num_experts, if capacity_factor is not positive, or if
-    this rank's place in `group` is not the one that it has by `nodes`.
-    """
-
-    def __init__(
-        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None, *,
-        nodes=None, parts=1, activation=None, gated=False, shared_experts=0, capacity_factor=None,
-        balance_coefficient=0.0, z_coefficient=0.0, loss_scale=1.0, balance_groups=(), **router,
-    ):
-        super().__init__()
-        rank, world_size = rank_and_size(group)
-        if num_experts % world_size:
-            raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"{capacity_factor=} leaves no room for a token")
-        if nodes:
-            place, per_node = rank_and_size(nodes[0])
-            node, num_nodes = rank_and_size(nodes[1])
-            if (node * per_node + place, num_nodes * per_node) != (rank, world_size):
-                where = f"place {place} of {per_node} in node {node} of {num_nodes}"
-                raise ValueError(f"rank {rank} of {world_size} in `group` has {where}")
-        self.num_experts, self.capacity_factor = num_experts, capacity_factor
-        self.group, self.tp_group, self.nodes = group, tp_group, nodes
-        self.parts = parts
-        self.hand_over = None
-        self.router = Router(hidden, num_experts, top_k, **router)
-        self.losses = RouterLosses(
-            num_experts, top_k, balance_coefficient, z_coefficient, loss_scale, balance_groups
-        )
-        num_local = num_experts // world_size
-        own = range(rank * num_local, (rank + 1) * num_local)
-        self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
-        self.experts.spread_over = group  # so that wrappers do not take them for copies
-        self.shared = None
-        if shared_experts:
-            width = shared_experts * ffn_hidden
-            up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
-            down = nn.Linear(width, hidden, bias=False)
-            self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
-
-    def forward(self, x):
-        if self.tp_group is not None:
-            x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
-        tokens = x.reshape(-1, x.shape[-1])  # (N, D)
-        routing = self.router(tokens)
-        # small messages go first, since they would wait for long ones if a group carries both
-        loads = self.losses.loads(routing.experts)
-        experts = within_capacity(routing.experts, self.num_experts, self.capacity_factor)
-        # under autocast the elements of rows have 16 bits, which halves the messages
-        args = autocasted(tokens), experts, routing.weights, self.num_experts, self.experts
-        if self.nodes:
-            y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
-        else:
-            y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
-        y = self.losses.attach(y, routing, experts, loads).view(x.shape)
-        if self.tp_group is None:
-            return y
-        return gather_from_group(y, 0, self.tp_group)
-
-
-# ---- the router, and what keeps it balanced ------------------------------------------------------
-#
-# A router tends to overuse a few experts, and its logits tend to grow. There are four remedies:
-#
-#     capacity      the most rows that an expert takes from a rank. Others are dropped (GShard)
-#     balance loss  E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
-#                   p_i is the mean probability of expert i (Switch, where k = 1; GShard counts each
-#                   token's first choice only)
-#     bias          a number per expert, added to its score for the choice only, not for the weight.
-#                   It is lowered for busy experts and raised for less busy ones (DeepSeek)
-#     z-loss        the mean of logsumexp(logits)^2, which keeps the logits small (ST-MoE)
-
-# The routing of N tokens: (N, k) experts and their weights, (N, E) probabilities and logits.
-Routing = namedtuple("Routing", "experts weights probabilities logits")
-
-
-class Router(nn.Module):
-    """Choose the k experts of each token and the weights of their results, in fp32 or higher.
-
-    top_k: k. Among equal scores the expert with the lowest number wins.
-    score: "softmax" of the logits, or "sigmoid" of each, as in DeepSeek-V3. Weights are the scores
-        of the chosen experts divided by their sum; for k = 1 the weight is the score itself, since
-        the quotient would always be 1 and the router would get no gradient. DeepSeek-V3 also
-        multiplies the weights by 2.5, and has a small balance loss within each sequence.
-    n_group, topk_group: the experts form n_group groups, such as one per node. A token uses only
-        experts of topk_group groups, those in which the two highest scores have the largest sum.
-
-    The buffer `bias` is added to scores for the choice only. Raises ValueError if score is unknown,
-    n_group does not divide num_experts, there are no topk_group groups, or they have fewer than
-    top_k experts.
-    """
-
-    def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
-        super().__init__()
-        topk_group = n_group if topk_group is None else topk_group
-        if score not in ("softmax", "sigmoid"):
-            raise ValueError(f"{score=} is neither 'softmax' nor 'sigmoid'")
-        if not 1 <= topk_group <= n_group:
-            raise ValueError(f"{topk_group=} is not from 1 to {n_group=}")
-        if num_experts % n_group:
-            raise ValueError(f"{num_experts=} is not divisible by {n_group=}")
-        reachable = topk_group * num_experts // n_group
-        if not 1 <= top_k <= reachable:
-            where = f"{num_experts=}, {n_group=}, {topk_group=}"
-            raise ValueError(f"{top_k=} is not from 1 to {reachable}: {where}")
-        self.top_k, self.score = top_k, score
-        self.n_group, self.topk_group = n_group, topk_group
-        self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
-        self.register_buffer("bias", torch.zeros(num_experts))
-
-    def forward(self, x):
-        """Return the Routing of x, (N, D)."""
-        with torch.autocast(x.device.type, enabled=False):
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            logits = FullPrecisionLinear.apply(x.to(dtype), self.weight.to(dtype))  # (N, E)
-            if self.score == "softmax":
-                scores = probabilities = logits.softmax(-1)
-            else:
-                scores = logits.sigmoid()
-                probabilities = _normalized(scores)
-            experts = self.choose(scores.detach() + self.bias)
-            weights = scores.gather(1, experts)
-            weights = _normalized(weights) if self.top_k > 1 else weights
-        return Routing(experts, weights, probabilities, logits)
-
-    def choose(self, scores):
-        """Return the experts (N, k) that have the highest of the scores (N, E), best first."""
-        if self.topk_group < self.n_group:
-            groups = scores.unflatten(1, (self.n_group, -1))  # (N, n_group, E/n_group)
-            sums = groups.topk(min(2, groups.shape[2])).values.sum(2)
-            chosen = _best(sums, self.topk_group)
-            left_out = torch.ones_like(sums, dtype=bool).scatter(1, chosen, False)
-            scores = groups.masked_fill(left_out.unsqueeze(2), -torch.inf).flatten(1)
-        return _best(scores, self.top_k)
-
-    def _apply(self, function, recurse=True):
-        """Move and convert the tensors, as any module does, but keep the bias in fp32.
-
-        16 bits would lose its small updates, and .bfloat16().float() would round it.
-        """
-        unrounded = self.bias
-        super()._apply(function, recurse)
-        if unrounded.is_meta:  # it has no values to keep, and to_empty() gives it random ones
-            unrounded = torch.zeros_like(self.bias)
-        self.bias = unrounded.to(self.bias.device, torch.float32)
-        return self
-
-    def update_bias(self, loads, rate=0.001):
-        """Raise the bias of experts with less than the mean load, and lower it for those with more.
-
-        loads: (E,), how often all ranks chose each expert, in all microbatches of a step.
-        """
-        excess = loads - loads.double().mean()
-        self.bias.sub_(rate * excess.sign().to(self.bias.dtype))
-
-
-def _normalized(scores):
-    # all scores may have underflowed to 0
-    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
-
-
-def _best(scores, count):
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-
-
-@contextmanager
-def full_precision(device):
-    """Compute products inside in the dtype of their tensors, without TF32 and without autocast.
-
-    PyTorch reads the setting for TF32 when a product is launched, so no others are affected, unless
-    another thread launches them meanwhile.
-    """
-    products = torch.backends.cuda.matmul
-    precision = products.fp32_precision
-    products.fp32_precision = "ieee"
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        # "none" means that torch.backends.fp32_precision applies, also if it is changed later. If
-        # reading then gives another value than before, `precision` was a setting of its own.
-        products.fp32_precision = "none"
-        if products.fp32_precision != precision:
-            products.fp32_precision = precision
-
-
-class FullPrecisionLinear(torch.autograd.Function):
-    """Return x W^T, (N, E), for x (N, D) and W (E, D), in full precision also in backward.
-
-    TF32, or autocast, would round the factors to 10 or 7 bits of mantissa, and tokens with close
-    scores would change their experts.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        with full_precision(x.device):
-            return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight = ctx.needs_input_grad
-        with full_precision(x.device):
-            dx = dy @ weight if wants_x else None
-            dweight = dy.t() @ x if wants_weight else None
-        return dx, dweight
-
-
-def within_capacity(experts, num_experts, capacity_factor):
-    """Return the experts (N, k), with -1 for the choices that a full expert drops.
-
-    Each expert takes the first ceil(capacity_factor N k / E) of the choices that fall on it from
-    this rank's N tokens, in the order of the tokens. (GShard takes all first choices before second
-    ones.) A choice that is dropped adds nothing to the result, and the weights of a token's other
-    choices stay as they are. The count is exact: of 100 choices and 2 experts, a factor of 1.1
-    takes 55, though in floating point 50 * 1.1 is larger than 55.
-    """
-    if capacity_factor is None:
-        return experts
-    choices = experts.flatten()
-    factor = min(capacity_factor, num_experts)  # which has room for all choices, as infinity has
-    capacity = math.ceil(Fraction(str(factor)) * len(choices) / num_experts)
-    # The choices 1 1 0 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
-    # Sorting moves them to positions 1 2 0 3, so their places in experts' queues are 0 1 0 2. The
-    # argsort() of an order gives each element's position in it.
-    loads = count_choices(choices, num_experts)
-    begins = loads.cumsum(0) - loads
-    positions = choices.argsort(stable=True).argsort()
-    places = positions - begins[choices]
-    return experts.masked_fill(places.view_as(experts) >= capacity, -1)
-
-
-# ---- the router's losses, and the tally ----------------------------------------------------------
-
-
-class RouterLosses:
-    """The balance loss and the z-loss of a layer's router, and a tally of what it chooses.
-
-    The layer does not return the losses. Its backward adds their gradients, and adds to the tally.
-
-    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
-    scale: a further factor of both losses, see set_scale().
-    groups: this rank's group along each axis of a grid of ranks, such as its data-parallel, its
-        context-parallel and its tensor-parallel group. The losses are means over the grid's tokens,
-        which costs an all-reduce of E counts over each group: in forward or, under recompute()
-        (sequence_parallel.py), when backward runs it again. With (), the grid is this rank alone.
-
-    The attribute `tally`, (E + 3,), says how often each of the E experts was chosen, how many
-    choices were dropped, and this rank's parts of the two losses. After a step the caller sums the
-    tallies over the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the
-    tally to 0. It moves to the device of x in forward, so read the attribute anew in each step.
-    """
-
-    def __init__(self, num_experts, top_k, balance_coefficient, z_coefficient, scale, groups):
-        self.num_experts, self.top_k = num_experts, top_k
-        self.balance_coefficient = balance_coefficient
-        self.z_coefficient = z_coefficient
-        self.has_losses = bool(balance_coefficient or z_coefficient)
-        self.groups = groups
-        # These are not buffers of the layer, which DDP would broadcast. They are on the CPU also if
-        # "meta" is the default device, because to_empty() would not give them memory.
-        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
-        self.scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
-
-    @torch.no_grad()
-    def set_scale(self, scale):
-        """Multiply both losses by `scale` in later backward passes.
-
-        They need the factor of the loss on which the caller calls backward(). For n microbatches,
-        whose gradients are then summed, or averaged, over the W ranks of the grid:
-
-            backward() on             scale for sums            scale for averages
-            loss / n                  1 / n                     W / n
-            scaler.scale(loss) / n    scaler.scale(one) / n     W * scaler.scale(one) / n
-
-        An average needs W, since a rank's losses are parts, whose sum is the grid's losses.
-
-        scale: a number or a scalar tensor, such as scaler.scale(one), one = torch.ones((),
-            device=x.device). It is copied. After the layer's first forward, the host does not wait
-            if it is on the layer's device. Call this for each layer before backward(), whenever the
-            factor changes.
-        """
-        self.scale.fill_(scale)
-
-    def loads(self, experts):
-        """Return how often this rank, and how often all ranks of the grid chose each expert."""
-        if not torch.is_grad_enabled():
-            return None  # no backward follows, which would tally them
-        own = count_choices(experts, self.num_experts)
-        total = own.clone()
-        if self.has_losses:
-            for group in self.groups:
-                all_reduce(total, group=group)
-        return own, total
-
-    def attach(self, y, routing, experts, loads):
-        """Return y, whose backward also computes the losses' gradients and adds to the tally.
-
-        experts: routing.experts, with -1 for dropped choices. loads: those that loads() returned.
-        """
-        if loads is None:
-            return y
-        own_loads, total_loads = loads
-        balance = z = loss = torch.zeros((), dtype=torch.float64, device=y.device)
-        if self.has_losses:
-            tokens = (total_loads.sum() // self.top_k).clamp(min=1)
-            balance = balance_loss(routing.probabilities, total_loads, tokens).double()
-            z = router_z_loss(routing.logits, tokens).double()
-            loss = self.balance_coefficient * balance + self.z_coefficient * z
-        dropped = (experts < 0).sum()
-        counted = torch.cat([own_loads, torch.stack([dropped, balance.detach(), z.detach()])])
-        self.tally = self.tally.to(y.device)
-        self.scale = self.scale.to(y.device)
-        return AddLossAndTally.apply(y, loss, self.scale, counted, self.tally)
-
-
-def balance_loss(probabilities, loads, tokens):
-    """Return this rank's part of Switch's loss E sum_i f_i p_i, which is 1 if all loads are equal.
-
-    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. loads:
-    (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
-    Types: probabilities V -> P.
-    """
-    fractions = loads.to(probabilities.dtype) / loads.sum().clamp(min=1)  # there may be no token
-    return len(loads) * (fractions * probabilities.sum(0)).sum() / tokens
-
-
-def router_z_loss(logits, tokens):
-    """Return this rank's part of the mean of logsumexp(logits)^2 over all ranks' tokens. V -> P."""
-    return logits.logsumexp(-1).square().sum() / tokens
-
-
-class AddLossAndTally(torch.autograd.Function):
-    """Return x. In backward, give `loss` the gradient `scale`, and add `counted` to `tally`.
-
-    The model's loss does not depend on `loss`, so backward would not reach it otherwise.
-    Recomputation repeats only the forward, so nothing is added twice. `scale` is read in backward,
-    so it may change after forward. (Megatron-LM has the same in its MoEAuxLossAutoScaler.)
-    """
-
-    @staticmethod
-    def forward(ctx, x, loss, scale, counted, tally):
-        ctx.scale, ctx.counted, ctx.tally = scale, counted, tally
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.tally.add_(ctx.counted)
-        return dy, ctx.scale.clone(), None, None, None
-
-
-def tally_metrics(tallies, num_microbatches, with_losses):
-    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over a grid.
-
-    expert_load: the largest load divided by the mean, in the worst layer, or 0 without a token.
-    expert_dropped: the fraction of choices dropped. balance_loss, z_loss: means over layers and
-    microbatches.
-    """
-    loads = tallies[:, :-3]  # (layers, E)
-    means = loads.mean(1).clamp(min=1e-9)  # not 0, also if a layer has had no token
-    metrics = {"expert_load": (loads.amax(1) / means).max()}
-    metrics["expert_dropped"] = tallies[:, -3].sum() / loads.sum().clamp(min=1)
-    if with_losses:
-        metrics["balance_loss"], metrics["z_loss"] = tallies[:, -2:].mean(0) / num_microbatches
-    return metrics
-
-
 # ---- the experts ---------------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
     """This rank's experts. Each is an MLP, D -> ffn_hidden -> D, without biases.
 
-    The zero-bubble schedules of pipeline.py do not defer the gradients of these matrices.
-
     own: the range of their numbers among num_experts.
     activation: a module for what lies between the matrices w_in and w_out. By default it is GELU,
         approximated by tanh.
     gated: whether it maps 2 ffn_hidden numbers, a gate and a value for each, to ffn_hidden, as GELU
         does not.
+
+    The zero-bubble schedules of pipeline.py do not defer the gradients of these matrices.
     """
 
     def __init__(self, own, num_experts, hidden, ffn_hidden, activation=None, gated=False):
@@ -684,6 +279,90 @@ def _grouped(x, weight, sizes, sizes_on_device):
     return F.grouped_mm(x, matrices, offs=sizes_on_device.cumsum(0, dtype=torch.int32))
 
 
+# ---- rows under way ------------------------------------------------------------------------------
+#
+# Rows can travel while something else is computed that does not need them. For this, an all-to-all
+# begins at one point of forward, _Post, and ends at a later one, _Await. In backward, where the
+# gradients of the rows travel the other way, it begins at _Await and ends at _Post. A Journey is
+# what the two have in common. It holds the rows while they travel.
+
+
+class Journey:
+    """An all-to-all of rows that is under way for a while, in forward and again in backward.
+
+    If a rank sends 3 rows and receives 4, then
+
+                    _Post                        _Await
+        forward     begins to send 3 rows        waits for 4 rows, and returns them
+        backward    waits for 3 gradients,       begins to send 4 gradients
+                    and returns them
+
+    In autograd's graph, an empty tensor joins the two: _Post returns it, and _Await takes it. So
+    _Await's backward runs before that of _Post.
+
+    received, sent: how many rows come from and go to each rank in forward
+    overlaps: whether anything is computed meanwhile; otherwise begin() also waits
+    hand_over: None, or a function to call before rows are waited for, in both directions
+    """
+
+    def __init__(self, received, sent, group, overlaps, hand_over):
+        self.received = received
+        self.sent = sent
+        self.group = group
+        self.overlaps = overlaps
+        self.hand_over = hand_over
+        self.operation = None
+        self.arriving = None
+
+    def begin(self, rows, coming, going):
+        """Begin to send `going` of the rows to each rank, and to receive `coming` from each."""
+        self.arriving = rows.new_empty(sum(coming), *rows.shape[1:])
+        self.operation = all_to_all_single(
+            self.arriving, rows.contiguous(), coming, going, self.group, async_op=self.overlaps
+        )
+
+    def end(self):
+        """Wait for the rows that arrive, and return them."""
+        if self.hand_over is not None:
+            self.hand_over()
+        if self.operation is not None:
+            self.operation.wait()
+        rows = self.arriving
+        self.operation = self.arriving = None  # so that their memory is freed after use
+        return rows
+
+
+class _Post(torch.autograd.Function):
+    """Begin to send rows. Backward waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx, rows, journey):
+        ctx.journey = journey
+        journey.begin(rows, journey.received, journey.sent)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, empty):
+        return ctx.journey.end(), None
+
+
+class _Await(torch.autograd.Function):
+    """Wait for rows. Backward begins to send their gradients back."""
+
+    @staticmethod
+    def forward(ctx, empty, journey):
+        ctx.journey = journey
+        return journey.end()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradients):
+        journey = ctx.journey
+        journey.begin(gradients, journey.sent, journey.received)
+        return gradients.new_empty(0), None
+
+
 # ---- dispatch and combine ------------------------------------------------------------------------
 #
 # dispatch_and_combine() returns what plain_dispatch() does. It adds
@@ -694,16 +373,24 @@ def _grouped(x, weight, sizes, sizes_on_device):
 #                       shared experts meanwhile
 #     parts             some tokens travel while others are computed
 #
-# Four words tell who does what:
+# The tokens of a rank are divided into parts. A DispatchPlan counts how many rows of each part go
+# between which ranks and experts. A Part takes the rows of its tokens to the experts and back, each
+# way by a Journey. With two parts, what a rank computes (above) runs beside what travels (below):
 #
-#     DispatchPlan      the counts: how many rows of each part go between which ranks and experts
-#     Part              a part of the tokens. It dispatches their rows, and combines the results
-#     Journey           one all-to-all of a part's rows, which may be under way for a while
-#     carry()           takes all parts of a plan to the experts and back
+#     forward    router            shared       experts 1    experts 2    sums 1      sums 2
+#                         counts   dispatch 1   dispatch 2   combine 1    combine 2
 #
-# Forward has three messages: counts, for which the host waits, since it needs the sizes of the next
-# two; dispatch, which takes rows of x to the experts; and combine, which takes the results back. In
-# backward,
+#     backward   sums 2   sums 1       experts 2    experts 1     shared       router
+#                         combine 2    combine 1    dispatch 2    dispatch 1
+#
+# Autograd begins with what forward launched last. In backward, a dispatch or a combine carries the
+# gradients of its rows the other way. In both directions, only dispatch 1 and combine 2 are
+# exposed, as far as the shared experts and the sums do not hide them. All ranks post the same
+# number of messages, also for parts in which they have no token. Choices, capacity and the order in
+# which a token's results are added do not depend on the parts. Each part needs kernels and messages
+# of its own, so parts pay if messages are long, and if an expert's rows of a part still fill a GPU.
+#
+# Step by step, backward computes and sends
 #
 #     1. for each choice, d result = weight * dy and d weight = result . dy
 #     2. combine in reverse: the results' gradients go to the experts
@@ -712,176 +399,15 @@ def _grouped(x, weight, sizes, sizes_on_device):
 #     4. dispatch in reverse: the gradients of the experts' inputs come back
 #     5. a token's dx is the sum of its rows' gradients; d weight goes to the router
 #
-# On a GPU, rows are added by atomic operations, in any order, so the last bits may vary for k > 2.
-# Two terms have the same sum in either order.
+# On a GPU, rows are added by atomic operations, in any order. Two terms have the same sum in either
+# order, but for k > 2 the last bits may vary.
 
 
-def dispatch_and_combine(
-    x, experts, weights, num_experts, compute, group=None, shared=None, parts=1, hand_over=None
-):
-    """Send each token to its k experts, and return the sums of their weighted results, (N, D).
-
-    x, experts, weights, num_experts, compute: those of plain_dispatch(); an expert may be -1.
-    shared: a module whose output for x is added.
-    parts: the number of parts in which tokens travel, see "rows under way". compute() is called for
-        each part.
-    hand_over: None, or a function to call while rows travel.
-    Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
-    """
-    plan = DispatchPlan(experts, num_experts, group, parts, hand_over)
-    of_part = lambda part, rows: compute(rows, part.sizes, part.sizes_on_device)
-    return carry(plan, x, of_part, weights, shared)
-
-
-def carry(plan, x, compute_part, weights=None, shared=None, others=()):
-    """Take rows of x to experts and the results back, part by part. Return their sums, (N, D).
-
-    compute_part: compute_part(part, rows, *others) returns the results for the rows of a Part.
-    weights, shared: those of dispatch_and_combine(), or None.
-    others: short tensors (N, ...), whose rows travel with those of x.
-    """
-    if shared is not None and not plan.overlaps:
-        shared_y = shared(x)  # is computed while the host waits for counts
-    parts = []
-    tensors_of_parts = zip(*[plan.divided(tensor) for tensor in (x, *others)])
-    for part, tensors in zip(plan.parts(), tensors_of_parts):  # the host waits here, for the counts
-        part.begin_dispatch(*tensors)
-        parts.append(part)
-    if shared is not None and plan.overlaps:
-        shared_y = shared(x)  # is computed while the first part travels
-    for part in parts:
-        part.begin_combine(compute_part(part, *part.end_dispatch()))
-    weights_of_parts = [None for _ in parts] if weights is None else plan.divided(weights)
-    sums = [part.end_combine(own) for part, own in zip(parts, weights_of_parts)]
-    y = torch.cat(sums) if len(sums) > 1 else sums[0]  # cat() would copy a single tensor
-    return y if shared is None else y + shared_y
-
-
-class DispatchPlan:
-    """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
-
-    The arguments are those of dispatch_and_combine(). Part i of N tokens has num_tokens[i] of them,
-    which may be none. Its counts have the indices [rank][local expert]: on rank 0 of the example
-    "k experts per token", sent = [[2, 1], [1, 0]] and received = [[2, 1], [2, 0]]. With two parts
-    of one token each, sent is [[1, 0], [1, 0]] for t0, and [[1, 1], [0, 0]] for t1.
-    """
-
-    def __init__(self, experts, num_experts, group=None, parts=1, hand_over=None):
-        _, world_size = rank_and_size(group)
-        self.group, self.k = group, experts.shape[1]
-        self.hand_over = hand_over
-        self.overlaps = parts > 1 or hand_over is not None
-        each, left_over = divmod(len(experts), parts)
-        self.num_tokens = [each + (part < left_over) for part in range(parts)]
-        choices = self.divided(experts)
-        counts = [count_choices(part, num_experts).view(world_size, -1) for part in choices]
-        sent = torch.stack(counts, 1)  # (P, parts, G): sent[r] is for rank r
-        received = all_to_all_in_group(sent, group=group)  # received[r] is from rank r
-        both = torch.stack([sent, received]).transpose(1, 2)  # (sent and received, parts, P, G)
-        self.received = both[1]
-        # Start the copy now, so that parts() need not wait for kernels launched after the copy.
-        # From a GPU it goes to pinned memory, which the host may read after the event below.
-        self.on_host = both.to("cpu", non_blocking=True)
-        if experts.is_cuda:
-            self.copied = torch.cuda.current_stream().record_event()
-        self.orders = [part.flatten().argsort(stable=True) for part in choices]
-
-    def divided(self, tensor):
-        """Return the parts of a tensor of N rows; if there is only one, the tensor itself."""
-        return tensor.split(self.num_tokens) if len(self.num_tokens) > 1 else [tensor]
-
-    def parts(self):
-        """Wait for the counts, and yield a Part for each part, which knows which rows go where."""
-        if self.received.is_cuda:
-            self.copied.synchronize()
-        sent, received = self.on_host.tolist()
-        for i, num_tokens in enumerate(self.num_tokens):
-            yield Part(self, num_tokens, self.orders[i], sent[i], received[i], self.received[i])
-
-
-class Part:
-    """Carries a part of the tokens to the ranks of their experts, and the results back.
-
-    On rank 0 of the example "k experts per token":
-
-        begin_dispatch()  sends t0 t1 t1 | t0
-        end_dispatch()    receives t0 t1 t1 | t2 t3, returns t0 t1 t2 t3 t1
-        begin_combine()   takes results in this order, sends t0 t1 t1 | t2 t3 back
-        end_combine()     receives t0 t1 t1 | t0, returns sums in the order t0 t1
-
-    If the plan overlaps nothing, rows arrive before the begin_*() returns.
-    """
-
-    def __init__(self, plan, num_tokens, order, sent, received, received_on_device):
-        """plan: the DispatchPlan. sent, received: counts, lists [rank][local expert]."""
-        self.plan = plan
-        self.num_tokens = num_tokens
-        self.rows_to = [sum(of_rank) for of_rank in sent]  # [3, 1] in the example
-        self.rows_from = [sum(of_rank) for of_rank in received]  # [3, 2]
-        self.sizes = [sum(of_expert) for of_expert in zip(*received)]  # [4, 1]
-        self.received = received_on_device
-        self.sizes_on_device = received_on_device.sum(0)
-        # choices of -1 come first in the order, and are removed
-        self.order = order[len(order) - sum(self.rows_to) :]
-        self.token = self.order // plan.k  # choice i is one of token i // k
-        self.under_way = []  # (buffer, Journey) of what has been posted and not been waited for
-
-    def begin_dispatch(self, x, *others):
-        """Begin to send rows of x, (N, ...), to experts, and those of others, which are short."""
-        self.post(x.index_select(0, self.token), self.rows_from, self.rows_to, self.plan.hand_over)
-        for tensor in others:  # which arrive with x
-            self.post(tensor.index_select(0, self.token), self.rows_from, self.rows_to)
-        if len(self.sizes) > 1:
-            self.find_orders()  # while the rows travel
-
-    def end_dispatch(self):
-        """Return the rows, (M, ...), that this rank's experts have received, grouped by expert."""
-        tensors = self.arrived()
-        if len(self.sizes) > 1:
-            tensors = [_Permuted.apply(rows, self.by_expert, self.by_rank) for rows in tensors]
-        return tensors
-
-    def begin_combine(self, rows):
-        """Begin to send results, (M, D), back."""
-        if len(self.sizes) > 1:
-            rows = _Permuted.apply(rows, self.by_rank, self.by_expert)
-        self.post(rows, self.rows_to, self.rows_from, self.plan.hand_over)
-
-    def end_combine(self, weights=None):
-        """Return sums per token, (N, D), of the results, weighted if weights, (N, k), are given.
-
-        They are not in the first of two hops, whose rows were weighted in the second.
-        """
-        (rows,) = self.arrived()
-        if weights is not None:
-            weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
-            return _WeightedSums.apply(rows, weights, self.token, self.num_tokens)
-        # unlike index_add_(), scatter_add_() does not keep the rows for backward
-        y = rows.new_zeros(self.num_tokens, rows.shape[1])
-        return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
-
-    def post(self, rows, received, sent, hand_over=None):
-        journey = Journey(received, sent, self.plan.group, self.plan.overlaps, hand_over)
-        self.under_way.append((_Post.apply(rows, journey), journey))
-
-    def arrived(self):
-        """Wait for all rows under way, and return them, a tensor for each post()."""
-        under_way = self.under_way
-        self.under_way = []
-        return [_Await.apply(rows, journey) for rows, journey in under_way]
-
-    def find_orders(self):
-        """Find by_expert, which groups the received rows by expert, and its inverse, by_rank.
-
-        In the example, rows arrive for E0 E0 E1 | E0 E0, so by_expert is 0 1 3 4 2, and by_rank is
-        0 1 4 2 3.
-        """
-        world_size, num_local = self.received.shape
-        local = torch.arange(num_local, device=self.received.device).repeat(world_size)
-        counts = self.received.flatten()  # [2, 1, 2, 0], for `local` experts 0 1 0 1
-        experts = local.repeat_interleave(counts, output_size=sum(self.sizes))
-        self.by_expert = experts.argsort(stable=True)
-        self.by_rank = self.by_expert.argsort()
+def count_choices(experts, num_experts):
+    """Return how often each expert is chosen, (E,). bincount() would make the host wait."""
+    choices = experts.flatten()
+    counts = choices.new_zeros(num_experts)
+    return counts.scatter_add_(0, choices.clamp(min=0), (choices >= 0).long())
 
 
 class _Permuted(torch.autograd.Function):
@@ -919,109 +445,168 @@ class _WeightedSums(torch.autograd.Function):
         return drows.mul_(weights.unsqueeze(1)), dweights, None, None
 
 
-def count_choices(experts, num_experts):
-    """Return how often each expert is chosen, (E,). bincount() would make the host wait."""
-    choices = experts.flatten()
-    counts = choices.new_zeros(num_experts)
-    return counts.scatter_add_(0, choices.clamp(min=0), (choices >= 0).long())
+class DispatchPlan:
+    """Tells each rank how many rows each of its experts gets from each rank, for all parts at once.
 
-
-# ---- rows under way ------------------------------------------------------------------------------
-#
-# A message can travel beside a computation that does not need it. So the tokens are divided into
-# parts, and while some are computed, others travel. With two parts, what a rank computes (above)
-# runs beside what travels (below):
-#
-#     forward    router            shared       experts 1    experts 2    sums 1      sums 2
-#                         counts   dispatch 1   dispatch 2   combine 1    combine 2
-#
-#     backward   sums 2   sums 1       experts 2    experts 1     shared       router
-#                         combine 2    combine 1    dispatch 2    dispatch 1
-#
-# Autograd begins with what forward launched last. In backward, a dispatch or a combine carries the
-# gradients of its rows the other way. In both directions, only dispatch 1 and combine 2 are
-# exposed, as far as the shared experts and the sums do not hide them. All ranks post the same
-# number of messages, also for parts in which they have no token. Choices, capacity and the order in
-# which a token's results are added do not depend on the parts. Each part needs kernels and messages
-# of its own, so parts pay if messages are long, and if an expert's rows of a part still fill a GPU.
-#
-# Before a layer waits for rows, it calls hand_over(), if it has one. That call runs a pass of
-# another microbatch (pipeline.py), and returns when that pass has to wait for rows of its own.
-
-
-class Journey:
-    """An all-to-all that is under way, in forward from _Post to _Await, in backward the reverse.
-
-    If this rank sends 3 rows and receives 4, in forward, autograd's graph is
-
-        forward     3 rows -> _Post -> buffer of 4 -> _Await -> 4 rows
-        backward    3 gradients <- _Post <- placeholder of 4 <- _Await <- 4 gradients
-
-    In backward, _Await begins to send the 4 gradients, and _Post waits for the 3 that come back, in
-    the attribute `gradient`. Between the two, autograd requires a tensor of the buffer's shape,
-    whose values are not used.
-
-    received, sent: how many rows come from and go to each rank in forward
-    overlaps: whether anything is computed meanwhile; otherwise begin() also waits
-    hand_over: called before the rows are waited for, in both directions; None for short rows, such
-        as those of choices and weights
+    experts: (N, k), in which -1 is no expert. parts: the number of parts. hand_over: see Journey.
+    Part i of N tokens has num_tokens[i] of them, which may be none. Its counts have the indices
+    [rank][local expert]: on rank 0 of the example "k experts per token", sent = [[2, 1], [1, 0]]
+    and received = [[2, 1], [2, 0]]. With two parts of one token each, sent is [[1, 0], [1, 0]] for
+    t0, and [[1, 1], [0, 0]] for t1.
     """
 
-    def __init__(self, received, sent, group, overlaps, hand_over):
-        self.received, self.sent, self.group = received, sent, group
-        self.overlaps = overlaps
+    def __init__(self, experts, num_experts, group=None, parts=1, hand_over=None):
+        _, world_size = rank_and_size(group)
+        self.group = group
+        self.k = experts.shape[1]
         self.hand_over = hand_over
-        self.operation = None
-        self.gradient = None  # what arrives in backward
+        self.overlaps = parts > 1 or hand_over is not None
+        each, left_over = divmod(len(experts), parts)
+        self.num_tokens = [each + (part < left_over) for part in range(parts)]
+        choices = self.divided(experts)
+        counts = [count_choices(part, num_experts).view(world_size, -1) for part in choices]
+        sent = torch.stack(counts, 1)  # (P, parts, G): sent[r] is for rank r
+        received = all_to_all_in_group(sent, group=group)  # received[r] is from rank r
+        both = torch.stack([sent, received]).transpose(1, 2)  # (sent and received, parts, P, G)
+        self.received = both[1]
+        # The copy starts now, so that the host will not wait for kernels launched after it. From a
+        # GPU it goes to pinned memory, without a wait, and has ended when the event below has.
+        self.on_host = both.to("cpu", non_blocking=True)
+        if experts.is_cuda:
+            self.copied = torch.cuda.current_stream().record_event()
+        self.orders = [part.flatten().argsort(stable=True) for part in choices]
 
-    def begin(self, rows, coming, going):
-        """Begin to send rows; return the tensor that holds what comes once end() returns."""
-        output = rows.new_empty(sum(coming), *rows.shape[1:])
-        options = {"group": self.group, "async_op": self.overlaps}
-        self.operation = all_to_all_single(output, rows.contiguous(), coming, going, **options)
-        return output
+    def divided(self, tensor):
+        """Return the parts of a tensor of N rows; if there is only one, the tensor itself."""
+        return tensor.split(self.num_tokens) if len(self.num_tokens) > 1 else [tensor]
 
-    def end(self):
-        if self.hand_over is not None:
-            self.hand_over()
-        if self.operation is not None:
-            self.operation.wait()
-        self.operation = None  # it holds the tensors
-
-
-class _Post(torch.autograd.Function):
-    """Begin to send rows. Backward waits for their gradients: see Journey."""
-
-    @staticmethod
-    def forward(ctx, rows, journey):
-        ctx.journey = journey
-        return journey.begin(rows, journey.received, journey.sent)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, placeholder):
-        journey = ctx.journey
-        journey.end()
-        gradient = journey.gradient
-        journey.gradient = None
-        return gradient, None
+    def wait_for_counts(self):
+        """Wait until the host knows the counts. Return a list of Parts."""
+        if self.received.is_cuda:
+            self.copied.synchronize()
+        sent, received = self.on_host.tolist()
+        return [
+            Part(self, num_tokens, self.orders[i], sent[i], received[i], self.received[i])
+            for i, num_tokens in enumerate(self.num_tokens)
+        ]
 
 
-class _Await(torch.autograd.Function):
-    """Wait for rows. Backward begins to send their gradients back: see Journey."""
+class Part:
+    """Takes a part of the tokens to the ranks of their experts, and the results back.
 
-    @staticmethod
-    def forward(ctx, rows, journey):
-        ctx.journey = journey
-        journey.end()
-        return rows.detach()  # new to autograd, so compute() may change it in place
+    On rank 0 of the example "k experts per token":
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        journey = ctx.journey
-        journey.gradient = journey.begin(gradient, journey.sent, journey.received)
-        return gradient, None  # as the placeholder, since it has the shape
+        begin_dispatch()  sends t0 t1 t1 | t0
+        end_dispatch()    receives t0 t1 t1 | t2 t3, returns t0 t1 t2 t3 t1
+        begin_combine()   takes results in this order, sends t0 t1 t1 | t2 t3 back
+        end_combine()     receives t0 t1 t1 | t0, returns sums in the order t0 t1
+
+    If the plan overlaps nothing, rows arrive before the begin_*() returns.
+    """
+
+    def __init__(self, plan, num_tokens, order, sent, received, received_on_device):
+        """plan: the DispatchPlan. sent, received: counts, lists [rank][local expert]."""
+        self.plan = plan
+        self.num_tokens = num_tokens
+        self.rows_to = [sum(of_rank) for of_rank in sent]  # [3, 1] in the example
+        self.rows_from = [sum(of_rank) for of_rank in received]  # [3, 2]
+        self.sizes = [sum(of_expert) for of_expert in zip(*received)]  # [4, 1]
+        self.received = received_on_device
+        self.sizes_on_device = received_on_device.sum(0)
+        # choices of -1 come first in the order, and are removed
+        self.order = order[len(order) - sum(self.rows_to) :]
+        self.token = self.order // plan.k  # choice i is one of token i // k
+        self.under_way = []  # (_Post's empty tensor, Journey) of all that nobody has waited for
+
+    def begin_dispatch(self, x, *others):
+        """Begin to send rows of x, (N, ...), to experts, and then rows of other tensors."""
+        self.post(x.index_select(0, self.token), self.rows_from, self.rows_to, self.plan.hand_over)
+        for tensor in others:
+            self.post(tensor.index_select(0, self.token), self.rows_from, self.rows_to)
+        if len(self.sizes) > 1:
+            self.find_orders()  # while the rows travel
+
+    def end_dispatch(self):
+        """Return compute()'s arguments: rows grouped by expert, both sizes, rows of others."""
+        tensors = self.arrived()
+        if len(self.sizes) > 1:  # the rows of a single expert are grouped already
+            tensors = [_Permuted.apply(rows, self.by_expert, self.by_rank) for rows in tensors]
+        rows, *others = tensors
+        return rows, self.sizes, self.sizes_on_device, *others
+
+    def begin_combine(self, results):
+        """Begin to send results, (M, D), back."""
+        if len(self.sizes) > 1:
+            results = _Permuted.apply(results, self.by_rank, self.by_expert)
+        self.post(results, self.rows_to, self.rows_from, self.plan.hand_over)
+
+    def end_combine(self, weights=None):
+        """Return sums per token, (N, D), of the results, times weights, (N, k), if given."""
+        (rows,) = self.arrived()
+        if weights is not None:
+            weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
+            return _WeightedSums.apply(rows, weights, self.token, self.num_tokens)
+        # unlike index_add_(), scatter_add_() does not keep the rows for backward
+        y = rows.new_zeros(self.num_tokens, rows.shape[1])
+        return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
+
+    def post(self, rows, received, sent, hand_over=None):
+        journey = Journey(received, sent, self.plan.group, self.plan.overlaps, hand_over)
+        self.under_way.append((_Post.apply(rows, journey), journey))
+
+    def arrived(self):
+        """Wait for all rows under way, and return them, a tensor for each post()."""
+        under_way = self.under_way
+        self.under_way = []
+        return [_Await.apply(empty, journey) for empty, journey in under_way]
+
+    def find_orders(self):
+        """Find by_expert, which groups the received rows by expert, and its inverse, by_rank.
+
+        In the example, rows arrive for E0 E0 E1 | E0 E0, so by_expert is 0 1 3 4 2, and by_rank is
+        0 1 4 2 3.
+        """
+        world_size, num_local = self.received.shape
+        local = torch.arange(num_local, device=self.received.device).repeat(world_size)
+        counts = self.received.flatten()  # [2, 1, 2, 0], for `local` experts 0 1 0 1
+        experts = local.repeat_interleave(counts, output_size=sum(self.sizes))
+        self.by_expert = experts.argsort(stable=True)
+        self.by_rank = self.by_expert.argsort()
+
+
+def dispatch_and_combine(
+    x, experts, weights, num_experts, compute, group=None, shared=None, parts=1, hand_over=None,
+    others=(),
+):
+    """Send each token to its k experts, and return the sums of their weighted results, (N, D).
+
+    x, experts, num_experts: those of plain_dispatch(); an expert may be -1.
+    weights: (N, k), or None for a plain sum.
+    compute: that of plain_dispatch(). It is called for each part.
+    shared: a module whose output for x is added.
+    parts: the number of parts in which tokens travel.
+    hand_over: None, or a function to call before rows of x or results are waited for. It may run a
+        pass of another microbatch (pipeline.py), and returns when that pass has to wait, too.
+    others: short tensors, (N, ...). Their rows travel, too, and are compute()'s last arguments.
+    Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
+    """
+    plan = DispatchPlan(experts, num_experts, group, parts, hand_over)
+    if shared is not None and not plan.overlaps:
+        shared_y = shared(x)  # is computed while the host waits for counts
+    all_parts = plan.wait_for_counts()
+    tensors_of_parts = zip(*[plan.divided(tensor) for tensor in (x, *others)])
+    for part, tensors in zip(all_parts, tensors_of_parts):
+        part.begin_dispatch(*tensors)
+    if shared is not None and plan.overlaps:
+        shared_y = shared(x)  # is computed while the first part travels
+    for part in all_parts:
+        part.begin_combine(compute(*part.end_dispatch()))
+    if weights is None:
+        sums = [part.end_combine() for part in all_parts]
+    else:
+        sums = [part.end_combine(own) for part, own in zip(all_parts, plan.divided(weights))]
+    y = torch.cat(sums) if len(sums) > 1 else sums[0]  # cat() would copy a single tensor
+    return y if shared is None else y + shared_y
 
 
 # ---- two hops ------------------------------------------------------------------------------------
@@ -1039,33 +624,404 @@ def two_hops(
     choices and weights. Second hop: an ordinary dispatch inside the node. The weighted results are
     summed there, and one row per token and node returns (DeepSeek-V3's report, section 3.2.2).
 
-    The first hop is a dispatch, too, in which a token chooses nodes in place of experts, each at
-    most once. With 2 nodes of 4 experts each, two tokens have
+    The first hop is a dispatch, too, in which a token chooses nodes in place of experts, and whose
+    compute() is the second hop. With 2 nodes of 4 experts each, two tokens have
 
         choices of 3 of the 8 experts     1 5 6      7 4 5
         choices of the first hop          0 1        -1 1       of nodes; -1 means that none goes
         choices inside node 0             1 -1 -1               of its experts 0 to 3
         choices inside node 1             -1 1 2     3 0 1      of its experts 4 to 7
 
-    Of the N k rows in each direction, at most N min(k, nodes) cross between nodes. Each hop has
-    counts of its own, so the host waits once more for each part.
-    The types over all ranks are those of dispatch_and_combine(). Each of the parts that cross is
-    dispatched inside the node in as many parts again.
+    Of the N k rows in each direction, at most N min(k, nodes) cross between nodes. Each part that
+    crosses is dispatched inside the node in as many parts again, and has counts of its own there,
+    for which the host waits. Types over all ranks are those of dispatch_and_combine().
     """
     node, num_nodes = rank_and_size(cross_group)
     per_node = num_experts // num_nodes
     nodes = torch.arange(num_nodes, device=x.device)
     node_of = experts // per_node  # (N, k); -1 stays -1
     is_needed = (node_of.unsqueeze(2) == nodes).any(1)  # (N, num_nodes)
-    plan = DispatchPlan(nodes.where(is_needed, -1), num_nodes, cross_group, parts, hand_over)
 
-    def in_node(part, rows, experts, weights):
+    def in_node(rows, sizes, sizes_on_device, experts, weights):
         is_here = experts // per_node == node
         experts = (experts % per_node).where(is_here, -1)
         args = rows, experts, weights, per_node, compute, node_group
         return dispatch_and_combine(*args, parts=parts, hand_over=hand_over)
 
-    return carry(plan, x, in_node, shared=shared, others=(experts, weights))
+    return dispatch_and_combine(
+        x, nodes.where(is_needed, -1), None, num_nodes, in_node, cross_group, shared, parts,
+        hand_over, others=(experts, weights),
+    )
+
+
+# ---- the router ----------------------------------------------------------------------------------
+#
+# A router tends to overuse a few experts, and its logits tend to grow. There are four remedies. The
+# losses have a section of their own, after this one.
+#
+#     capacity      the most rows that an expert takes from a rank. Others are dropped (GShard)
+#     bias          a number per expert, added to its score for the choice only, not for the weight.
+#                   It is lowered for busy experts and raised for less busy ones (DeepSeek)
+#     balance loss  E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
+#                   p_i is the mean probability of expert i (Switch, where k = 1; GShard counts each
+#                   token's first choice only)
+#     z-loss        the mean of logsumexp(logits)^2, which keeps the logits small (ST-MoE)
+
+# The routing of N tokens: (N, k) experts and their weights, (N, E) probabilities and logits.
+Routing = namedtuple("Routing", "experts weights probabilities logits")
+
+
+class Router(nn.Module):
+    """Choose the k experts of each token and the weights of their results, in fp32 or higher.
+
+    top_k: k. Among equal scores the expert with the lowest number wins.
+    score: "softmax" of the logits, or "sigmoid" of each, as in DeepSeek-V3. Weights are the scores
+        of the chosen experts divided by their sum; for k = 1 the weight is the score itself, since
+        the quotient would always be 1 and the router would get no gradient. DeepSeek-V3 also
+        multiplies the weights by 2.5, and adds a small balance loss within each sequence. Both are
+        absent here.
+    n_group, topk_group: the experts form n_group groups, such as one per node. A token uses only
+        experts of topk_group groups, those in which the two highest scores have the largest sum.
+
+    The buffer `bias` is added to scores for the choice only. It begins as 0, but to_empty() leaves
+    it undefined, as it does all tensors. Raises ValueError if score is unknown, there are no
+    topk_group groups, or they have fewer than top_k experts.
+    """
+
+    def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
+        super().__init__()
+        topk_group = n_group if topk_group is None else topk_group
+        if score not in ("softmax", "sigmoid"):
+            raise ValueError(f"{score=} is neither 'softmax' nor 'sigmoid'")
+        if not 1 <= topk_group <= n_group:
+            raise ValueError(f"{topk_group=} is not from 1 to {n_group=}")
+        reachable = topk_group * num_experts // n_group
+        if not 1 <= top_k <= reachable:
+            where = f"{num_experts=}, {n_group=}, {topk_group=}"
+            raise ValueError(f"{top_k=} is not from 1 to {reachable}: {where}")
+        self.top_k = top_k
+        self.score = score
+        self.n_group = n_group
+        self.topk_group = topk_group
+        self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
+
+    def forward(self, x):
+        """Return the Routing of x, (N, D)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = FullPrecisionLinear.apply(x.to(dtype), self.weight.to(dtype))  # (N, E)
+        if self.score == "softmax":
+            scores = probabilities = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
+            probabilities = _normalized(scores)
+        experts = self.choose(scores.detach() + self.bias)
+        weights = scores.gather(1, experts)
+        if self.top_k > 1:
+            weights = _normalized(weights)
+        return Routing(experts, weights, probabilities, logits)
+
+    def choose(self, scores):
+        """Return the experts (N, k) that have the highest of the scores (N, E), best first."""
+        if self.topk_group < self.n_group:
+            groups = scores.unflatten(1, (self.n_group, -1))  # (N, n_group, E/n_group)
+            sums = groups.topk(min(2, groups.shape[2])).values.sum(2)
+            chosen = _best(sums, self.topk_group)
+            left_out = torch.ones_like(sums, dtype=bool).scatter(1, chosen, False)
+            scores = groups.masked_fill(left_out.unsqueeze(2), -torch.inf).flatten(1)
+        return _best(scores, self.top_k)
+
+    def update_bias(self, loads, rate=0.001):
+        """Raise the bias of experts with less than the mean load, and lower it for those with more.
+
+        loads: (E,), how often all ranks chose each expert, in all microbatches of a step.
+        """
+        excess = loads - loads.double().mean()
+        # a bias in 16 bits, such as after .bfloat16(), would lose changes as small as this
+        self.bias = self.bias.to(torch.promote_types(self.bias.dtype, torch.float32))
+        self.bias.sub_(rate * excess.sign().to(self.bias.dtype))
+
+
+def _normalized(scores):
+    # all scores may have underflowed to 0
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def _best(scores, count):
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+class FullPrecisionLinear(torch.autograd.Function):
+    """Return x W^T, (N, E), for x (N, D) and W (E, D), in full precision also in backward.
+
+    TF32, or autocast, would round the factors to 10 or 7 bits of mantissa, and tokens with close
+    scores would change their experts.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        with full_precision(x.device):
+            return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        with full_precision(x.device):
+            return dy @ weight, dy.t() @ x
+
+
+@contextmanager
+def full_precision(device):
+    """Compute products inside in the dtype of their factors, without TF32 and without autocast.
+
+    PyTorch reads the setting for TF32 when it launches a product, so later ones are not affected.
+    If products inherit the setting from torch.backends, it becomes their own.
+    """
+    products = torch.backends.cuda.matmul
+    precision = products.fp32_precision
+    products.fp32_precision = "ieee"
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        products.fp32_precision = precision
+
+
+def within_capacity(experts, num_experts, capacity_factor):
+    """Return the experts (N, k), with -1 for the choices that a full expert drops.
+
+    Each expert takes the first ceil(capacity_factor N k / E) of the choices that fall on it from
+    this rank's N tokens, in the order of the tokens. (GShard takes all first choices before second
+    ones.) A choice that is dropped adds nothing to the result, and the weights of a token's other
+    choices stay as they are. With room for one choice per expert:
+
+        choices   1 1 0 1     of experts
+        order     2 0 1 3     the choices, sorted by expert
+        begins    0 1         the experts' first places in this order
+        places    0 0 1 2     each one's place among the choices of its expert. 1 and 2 are too many
+        returned  1 -1 0 -1
+    """
+    if capacity_factor is None:
+        return experts
+    choices = experts.flatten()
+    # rounded, since in floating point 1.1 * 50 is larger than 55
+    capacity = math.ceil(round(capacity_factor * len(choices) / num_experts, 6))
+    order = choices.argsort(stable=True)
+    loads = count_choices(choices, num_experts)
+    begins = loads.cumsum(0) - loads
+    places = torch.arange(len(choices), device=choices.device) - begins[choices[order]]
+    is_dropped = (places >= capacity)[order.argsort()]  # in the order of the choices again
+    return experts.masked_fill(is_dropped.view_as(experts), -1)
+
+
+# ---- the router's losses -------------------------------------------------------------------------
+#
+# The losses belong to the loss from which the caller runs backward. But a layer is deep inside a
+# model, of which the caller, or the next stage of a pipeline, gets only the output. So the layer
+# does not return its losses. It gives its output through AddLossAndTally, whose backward adds the
+# gradients that there would be if the caller's loss contained
+#
+#     scale * (balance_coefficient * balance loss + z_coefficient * z-loss)
+#
+# Only backward counts choices, in a tally. So evaluations are not counted, and what is recomputed
+# (sequence_parallel.py) is counted once.
+
+
+def balance_loss(probabilities, loads, tokens):
+    """Return this rank's part of Switch's loss E sum_i f_i p_i, which is 1 if all loads are equal.
+
+    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. loads:
+    (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
+    """
+    fractions = loads.to(probabilities.dtype) / loads.sum().clamp(min=1)  # there may be no token
+    return len(loads) * (fractions * probabilities.sum(0)).sum() / tokens
+
+
+def router_z_loss(logits, tokens):
+    """Return this rank's part of the mean of logsumexp(logits)^2 over all ranks' tokens."""
+    return logits.logsumexp(-1).square().sum() / tokens
+
+
+class AddLossAndTally(torch.autograd.Function):
+    """Return x. In backward, give `loss` the gradient losses.scale, and add `counted` to the tally.
+
+    losses: the RouterLosses. (Megatron-LM has the same in its MoEAuxLossAutoScaler.)
+    """
+
+    @staticmethod
+    def forward(ctx, x, loss, counted, losses):
+        ctx.counted = counted
+        ctx.losses = losses
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.losses.tally.add_(ctx.counted)
+        return dy, ctx.losses.scale * ctx.counted.new_ones(()), None, None
+
+
+class RouterLosses:
+    """The balance loss and the z-loss of a layer's router, and a tally of what it chooses.
+
+    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
+    scale: the factor of the caller's own loss, such as 1/n if it is divided by n microbatches. If
+        gradients are averaged over W ranks, multiply it by W, since a rank's losses are parts of a
+        sum. It is a number, or a tensor () on x's device. As an attribute it may be set before each
+        backward(). With a GradScaler:
+        layer.losses.scale = scaler.scale(torch.ones((), device=x.device)) / n
+    groups: With (), the losses are means over this rank's tokens. With groups, they are means over
+        those of all ranks, and E counts are summed over one group after another, such as this
+        rank's row and its column in a grid of ranks. Only a forward with gradients sends counts, so
+        the ranks must enable gradients alike, or some would wait forever.
+
+    The attribute `tally`, (E + 3,), says how often each of the E experts was chosen, how many
+    choices were dropped, and this rank's parts of the two losses. After a step the caller sums the
+    tallies over the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the
+    tally to 0. It moves to the device of x in forward, so read the attribute anew in each step.
+    """
+
+    def __init__(self, num_experts, top_k, balance_coefficient, z_coefficient, scale, groups):
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.balance_coefficient = balance_coefficient
+        self.z_coefficient = z_coefficient
+        self.scale = scale
+        self.groups = groups
+        # This is not a buffer of the layer, which DDP would broadcast. It is on the CPU also if
+        # "meta" is the default device, because to_empty() would not give it memory.
+        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
+
+    def attach(self, y, routing, experts):
+        """Return y. Its backward also adds the losses' gradients, and counts in the tally.
+
+        experts: routing.experts, with -1 for dropped choices.
+        """
+        if not torch.is_grad_enabled():
+            return y
+        loads = count_choices(routing.experts, self.num_experts)
+        balance = z = loss = torch.zeros((), dtype=torch.float64, device=y.device)
+        if self.balance_coefficient or self.z_coefficient:
+            total = loads.clone()
+            for group in self.groups:
+                all_reduce(total, group=group)
+            tokens = (total.sum() // self.top_k).clamp(min=1)  # a rank may have none
+            balance = balance_loss(routing.probabilities, total, tokens).double()
+            z = router_z_loss(routing.logits, tokens).double()
+            loss = self.balance_coefficient * balance + self.z_coefficient * z
+        dropped = (experts < 0).sum()
+        counted = torch.cat([loads, torch.stack([dropped, balance.detach(), z.detach()])])
+        self.tally = self.tally.to(y.device)
+        return AddLossAndTally.apply(y, loss, counted, self)
+
+
+def tally_metrics(tallies, num_microbatches, with_losses):
+    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
+
+    expert_load: the largest load divided by the mean, in the worst layer, or 0 without a token.
+    expert_dropped: the fraction of choices dropped. balance_loss, z_loss: means over layers and
+    microbatches.
+    """
+    loads = tallies[:, :-3]  # (layers, E)
+    means = loads.mean(1).clamp(min=1e-9)  # not 0, also if a layer has had no token
+    metrics = {"expert_load": (loads.amax(1) / means).max()}
+    metrics["expert_dropped"] = tallies[:, -3].sum() / loads.sum().clamp(min=1)
+    if with_losses:
+        metrics["balance_loss"], metrics["z_loss"] = tallies[:, -2:].mean(0) / num_microbatches
+    return metrics
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+class MoE(nn.Module):
+    """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
+
+    hidden, ffn_hidden, num_experts, top_k: D, the width of an expert, E and k.
+    activation, gated: those of Experts. The activation must not have parameters.
+    shared_experts: the number of experts that every token uses in addition.
+    router: further arguments of Router. capacity_factor: that of within_capacity(), or None.
+    balance_coefficient, z_coefficient, loss_scale, balance_groups: see RouterLosses.
+    group: the ranks over which the experts are spread.
+    tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dim 0, and the
+        results are gathered. With None, every rank has tokens of its own.
+    nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
+    parts: the number of parts in which tokens travel, the same on all ranks of `group`.
+
+    The attribute `losses` is the layer's RouterLosses. The attribute hand_over, None at first, is
+    that of dispatch_and_combine(). It must post the same messages on all ranks of `group`.
+
+    Seed PyTorch's generator alike on all ranks before making the layer. Then the copies of its
+    router are equal, and no two experts are. As with switch(), all ranks of `group` must call the
+    layer and run its backward, also one without tokens, and x needs a gradient on all or on none.
+    Padding is routed, counted and takes room like any token; leave it out of x if it should not.
+
+    In 16 bits and under autocast, the router's weights and the sums of the k results are rounded to
+    16 bits, since sums in fp32 would need N k rows in fp32. In bf16 with k = 8, y therefore errs by
+    0.3 to 0.4% in place of 0.2%.
+
+    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
+    router and of the shared experts are R: the gradients of their copies must be summed.
+
+    Raises ValueError if P does not divide num_experts, if capacity_factor is not positive, or if
+    this rank's place in `group` is not the one that it has by `nodes`.
+    """
+
+    def __init__(
+        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None, *,
+        nodes=None, parts=1, activation=None, gated=False, shared_experts=0, capacity_factor=None,
+        balance_coefficient=0.0, z_coefficient=0.0, loss_scale=1.0, balance_groups=(), **router,
+    ):
+        super().__init__()
+        rank, world_size = rank_and_size(group)
+        if num_experts % world_size:
+            raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"{capacity_factor=} leaves no room for a token")
+        if nodes:
+            place, per_node = rank_and_size(nodes[0])
+            node, num_nodes = rank_and_size(nodes[1])
+            if (node * per_node + place, num_nodes * per_node) != (rank, world_size):
+                where = f"place {place} of {per_node} in node {node} of {num_nodes}"
+                raise ValueError(f"rank {rank} of {world_size} in `group` has {where}")
+        self.num_experts = num_experts
+        self.capacity_factor = capacity_factor
+        self.group = group
+        self.tp_group = tp_group
+        self.nodes = nodes
+        self.parts = parts
+        self.hand_over = None
+        self.router = Router(hidden, num_experts, top_k, **router)
+        self.losses = RouterLosses(
+            num_experts, top_k, balance_coefficient, z_coefficient, loss_scale, balance_groups
+        )
+        num_local = num_experts // world_size
+        own = range(rank * num_local, (rank + 1) * num_local)
+        self.experts = Experts(own, num_experts, hidden, ffn_hidden, activation, gated)
+        self.experts.spread_over = group  # see PlainMoE
+        self.shared = None
+        if shared_experts:
+            width = shared_experts * ffn_hidden
+            up = nn.Linear(hidden, 2 * width if gated else width, bias=False)
+            down = nn.Linear(width, hidden, bias=False)
+            self.shared = nn.Sequential(up, activation or nn.GELU(approximate="tanh"), down)
+
+    def forward(self, x):
+        if self.tp_group is not None:
+            x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
+        tokens = x.reshape(-1, x.shape[-1])  # (N, D)
+        routing = self.router(tokens)
+        experts = within_capacity(routing.experts, self.num_experts, self.capacity_factor)
+        # under autocast the elements of rows have 16 bits, which halves the messages
+        args = autocasted(tokens), experts, routing.weights, self.num_experts, self.experts
+        if self.nodes:
+            y = two_hops(*args, *self.nodes, self.shared, self.parts, self.hand_over)
+        else:
+            y = dispatch_and_combine(*args, self.group, self.shared, self.parts, self.hand_over)
+        y = self.losses.attach(y, routing, experts).view(x.shape)
+        if self.tp_group is None:
+            return y
+        return gather_from_group(y, 0, self.tp_group)
 
 
 # ---- cost, and a demonstration -------------------------------------------------------------------
@@ -1100,18 +1056,39 @@ def _demonstrate():
     results = torch.stack([expert(whole_x) for expert in experts], 1)  # (P N, P, D)
     whole_y = weights.unsqueeze(1) * results[torch.arange(P * N), chosen]
     dx, *gradients = torch.autograd.grad(whole_y.square().sum(), [whole_x, *parameters])
-    expected = whole_y.chunk(P)[rank], dx.chunk(P)[rank], *gradients
-    error = max((a - b).abs().max() for a, b in zip(found, expected))
-
-    weights, chosen = probabilities.chunk(P)[rank].topk(min(2, P))
-    args = x, chosen, weights, P, lambda rows, *sizes: experts[rank](rows)
-    difference = (dispatch_and_combine(*args, parts=2) - plain_dispatch(*args)).abs().max()
+    expected = [whole_y.chunk(P)[rank], dx.chunk(P)[rank], *gradients]
+    error = _difference(found, expected)
+    in_parts, in_hops = _compare_layers(x)
     if rank == 0:
         even = expert_parallel_bytes(N, 1, D, P, 8)
         sent = f"{traffic.bytes()} bytes sent, {even} without counts if even"
         print(f"switch_layer() over {P} ranks, one expert each: {sent}")
         print(f"largest difference from one process's results and gradients: {error:.1e}")
-        print(f"dispatch_and_combine(), k = {min(2, P)}, from plain_dispatch(): {difference:.1e}")
+        print(f"of MoE in 2 parts from PlainMoE's results and gradients: {in_parts:.1e}")
+        print(f"of MoE in two hops from PlainMoE's results and gradients: {in_hops:.1e}")
+
+
+def _compare_layers(x):
+    """Return how much MoE in 2 parts, and in two hops, differs from PlainMoE."""
+    rank, P = rank_and_size()
+    D = x.shape[1]
+    layer = MoE(D, 4 * D, 2 * P, top_k=2, parts=2).double()
+    plain = PlainMoE(D, 2 * P, 2, layer.experts).double()
+    plain.router.weight = layer.router.weight
+
+    def run(layer):
+        y = layer(x)
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *plain.parameters()])]
+
+    expected = run(plain)
+    in_parts = _difference(run(layer), expected)
+    alone = [dist.new_group([other]) for other in range(P)][rank]
+    layer.nodes = alone, None  # as if each rank were a node
+    return in_parts, _difference(run(layer), expected)
+
+
+def _difference(found, expected):
+    return max((a - b).abs().max() for a, b in zip(found, expected))
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ def test_the_example_of_four_tokens_is_what_experts_get_and_the_plan_counts():
     rank, _ = rank_and_size()
     experts = torch.tensor([[[2, 0], [0, 1]], [[3, 0], [2, 0]]])[rank]
     tokens = torch.tensor([0.0, 1.0]).unsqueeze(1) + 2 * rank  # ti is i
-    (part,) = DispatchPlan(experts, 4).parts()
+    (part,) = DispatchPlan(experts, 4).wait_for_counts()
     part.find_orders()
     buffers = [part.order, part.token, part.by_expert, part.by_rank]
     if rank == 0:
@@ -376,7 +376,7 @@ def test_a_deep_copy_has_the_same_groups_and_counts_for_itself(per_node, tp):
     expected.sum().backward()
     assert layer.losses.tally.any() and not copied.losses.tally.any()
     assert all(parameter.grad is None for parameter in average.parameters())
-    copied.losses.set_scale(3.0)
+    copied.losses.scale = 3.0
     assert layer.losses.scale == 1
 
 
@@ -585,9 +585,8 @@ def test_rows_of_a_part_are_freed_as_soon_as_they_have_been_used():
         return right(part, results)
 
     def begin(journey, *rows, right=expert_parallel.Journey.begin):
-        output = right(journey, *rows)
-        arrived.append(StorageWeakRef(output.untyped_storage()))
-        return output
+        right(journey, *rows)
+        arrived.append(StorageWeakRef(journey.arriving.untyped_storage()))
 
     with patch.object(expert_parallel.Part, "begin_combine", begin_combine), torch.no_grad():
         dispatch_and_combine(x, experts, weights, 2, compute, parts=3)
@@ -683,63 +682,48 @@ def test_a_layer_in_parts_does_not_hang_under_the_rules_of_nccl(per_node):
 
 
 @on_ranks(2)
-def test_balance_losses_are_sent_before_any_token():
+def test_counts_of_the_losses_are_sent_when_no_row_travels_and_not_in_evaluation():
     """On a group that they share with the experts they would wait for long messages."""
     layer, sent = MoE(4, 16, 4, 2, parts=2, balance_coefficient=0.1, balance_groups=(None,)), []
+    under_way = set()
 
     def listen(event, operation, *_):
-        if event == "begin" and operation.of is None:
+        if event == "begin" and operation.of is not None:
+            under_way.discard(operation.of)
+        elif event == "begin":
+            assert not (operation.name == "all_reduce" and under_way)
             sent.append(operation.name)
+            if operation.async_op:
+                under_way.add(operation)
 
     with observe(listen):
         layer(torch.randn(6, 4))
-    assert sent == ["all_reduce", *["all_to_all_single"] * 5]
+    assert Counter(sent) == {"all_to_all_single": 5, "all_reduce": 1}
+    sent.clear()
     with observe(listen), torch.no_grad():
         layer(torch.randn(6, 4))
-    assert sent[6:] == ["all_to_all_single"] * 5
+    assert Counter(sent) == {"all_to_all_single": 5}
 
 
 # ---- router --------------------------------------------------------------------------------------
 
 
-def test_underflowing_scores_give_no_nan_and_an_fp32_bias_moves_by_its_rate_against_the_load():
+def test_underflowing_scores_give_no_nan():
     router = Router(4, 8, 3, "sigmoid")
     router.weight.data.fill_(-100.0)
     routing = router(torch.ones(2, 4))
     assert routing.weights.isfinite().all() and routing.probabilities.isfinite().all()
-    router.bias.fill_(1 + 2**-20)
-    assert router.bfloat16().bias.dtype == torch.float32
-    assert router.bias.eq(1 + 2**-20).all()  # not rounded on the way
-    assert router.weight.dtype == torch.bfloat16
-    router.bias.zero_()
-    router.update_bias(torch.tensor([9, 3, 4, 4, 5, 5, 5, 5]), 0.5)  # the mean is 5
-    assert router.bias.tolist() == [-0.5, 0.5, 0.5, 0.5, 0, 0, 0, 0]
 
 
-def test_a_bias_that_comes_from_the_meta_device_is_zero():
-    """Whatever the memory holds would be added to all scores. Here it is NaN."""
-    with torch.device("meta"):
-        router = Router(4, 8)
-    torch.use_deterministic_algorithms(True)  # empty tensors are filled with NaN
-    try:
-        router.to_empty(device="cpu")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert router.weight.isnan().all() and not router.bias.any()
-
-
-def test_products_follow_a_later_change_of_the_setting_that_they_inherit():
-    everything, products = torch.backends, torch.backends.cuda.matmul
-    before = everything.fp32_precision, products.fp32_precision
-    try:
-        products.fp32_precision = "none"
-        everything.fp32_precision = "tf32"
-        Router(6, 4)(torch.ones(5, 6))
-        assert products.fp32_precision == "tf32"
-        everything.fp32_precision = "ieee"
-        assert products.fp32_precision == "ieee"
-    finally:
-        everything.fp32_precision, products.fp32_precision = before
+def test_a_bias_moves_by_its_rate_against_the_load_though_16_bits_would_round_it_away():
+    router = Router(4, 8).bfloat16()
+    for _ in range(2):
+        router.update_bias(torch.tensor([9, 3, 4, 4, 5, 5, 5, 5]), 0.5)  # the mean is 5
+    assert router.bias.tolist() == [-1, 1, 1, 1, 0, 0, 0, 0]
+    bias = router.bias.double()
+    router.update_bias(torch.tensor([9, 3, 4, 4, 5, 5, 5, 5]), 2**-15)
+    moved = (router.bias.double() - bias) * 2**15
+    assert moved.tolist() == [-1, 1, 1, 1, 0, 0, 0, 0]
 
 
 class Products(TorchDispatchMode):
@@ -832,8 +816,8 @@ def test_the_demonstration_prints_the_bytes_of_the_formula_and_those_that_are_se
         words = re.search(r"(\d+) bytes sent, (\d+) without counts if even", printed)
         assert int(words[1]) == rows * 32 * 8 + (P - 1) * 8
         assert int(words[2]) == 2 * (64 * 32 * 8) * (P - 1) // P
-    errors = re.findall(r"(?:gradients|plain_dispatch\(\)): (.*)", printed)
-    assert len(errors) == 2 and max(map(float, errors)) < 1e-12
+    errors = re.findall(r"gradients: (.*)", printed)
+    assert len(errors) == 3 and max(map(float, errors)) < 1e-12
 
 
 @on_ranks(2)
@@ -848,7 +832,7 @@ def test_a_rank_without_tokens_adds_zeros_to_its_tally():
 
 @on_ranks(1)
 def test_combining_without_weights_keeps_no_rows_for_backward():
-    (part,) = DispatchPlan(torch.zeros(64, 1, dtype=torch.long), 1).parts()
+    (part,) = DispatchPlan(torch.zeros(64, 1, dtype=torch.long), 1).wait_for_counts()
     rows = torch.randn(64, 8, requires_grad=True)
     with saved_bytes() as kept:
         part.begin_combine(rows)
@@ -910,21 +894,19 @@ def _backward(layer, x, grad, how):
     main_loss = lambda: (layer(x) * grad).sum()
     if how == "a GradScaler, and microbatches":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        layer.losses.set_scale(scaler.scale(torch.ones(())) / 4)
+        layer.losses.scale = scaler.scale(torch.ones(())) / 4
         for _ in range(4):
             (scaler.scale(main_loss()) / 4).backward()
         scaler.unscale_(torch.optim.SGD(layer.parameters()))
     elif how == "set after forward":
-        scale = torch.tensor(-3.0)
         loss = -3 * main_loss()
-        layer.losses.set_scale(scale)
-        scale.zero_()  # the layer has copied it
+        layer.losses.scale = -3.0
         loss.backward()
         for parameter in layer.parameters():
             parameter.grad /= -3
     else:
         for scale in (8.0, 0.5):  # the second one replaces the first
-            layer.losses.set_scale(scale)
+            layer.losses.scale = scale
         again = recompute if how == "recomputed" else lambda layer, x: layer(x)
         for _ in range(2):
             (again(layer, x.requires_grad_()) * grad).sum().div(2).backward()
@@ -950,7 +932,7 @@ def test_the_losses_have_the_scale_of_the_main_loss_once_it_is_set(how):
 # ---- capacity, errors ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("top_k, factor, dropped", [(1, 2.0, 4), (2, 1.0, 8), (1, float("inf"), 0)])
+@pytest.mark.parametrize("top_k, factor, dropped", [(1, 2.0, 4), (2, 1.0, 8), (1, 4.0, 0)])
 @on_ranks(1)
 def test_a_capacity_takes_the_first_tokens_and_a_backward_counts_once(top_k, factor, dropped):
     """All 8 tokens choose the first k of 4 experts. Loads are counted in backward, and only once.
@@ -1003,7 +985,6 @@ def test_errors_name_invalid_sizes_and_groups_on_every_rank():
         (lambda: MoE(4, 16, 8, capacity_factor=0.0), "capacity_factor=0.0 leaves no room"),
         (lambda: Router(4, 8, 5, n_group=2, topk_group=1), "top_k=5 is not from 1 to 4: .*=1"),
         (lambda: Router(4, 8, 9), "top_k=9 is not from 1 to 8"),
-        (lambda: Router(4, 8, 5, n_group=3, topk_group=2), "=8 is not divisible by n_group=3"),
         (lambda: Router(4, 8, 1, n_group=2, topk_group=0), "topk_group=0 is not from 1 to n_group=2"),
         (lambda: Router(4, 8, 1, n_group=2, topk_group=3), "topk_group=3 is not from 1 to n_group=2"),
         (lambda: Router(4, 8, 1, "relu"), "score='relu'"),

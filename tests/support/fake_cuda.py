@@ -192,8 +192,8 @@ class Watch(TorchDispatchMode):
         nest = lambda rest: [nest(rest[1:]) for _ in range(rest[0])] if rest else number
         return nest(shape)
 
-    def parts_of(self, plan, parts=expert_parallel.DispatchPlan.parts):
-        """Stand in for DispatchPlan.parts(): a rank sends as many rows as it receives if loads are even.
+    def parts_of(self, plan, parts=expert_parallel.DispatchPlan.wait_for_counts):
+        """Stand in for wait_for_counts(): loads are even, so a rank sends as many rows as it receives.
 
         Of two hops the second one starts with as many tokens as have arrived in the first one.
         """
@@ -273,7 +273,7 @@ def _patches(watch):
     yield patch.object(hybrid, "initialize", ignore)  # it draws real numbers
     yield patch.object(torch.nn.Module, "_apply", _apply)
     plan = expert_parallel.DispatchPlan
-    yield patch.object(plan, "parts", lambda plan: watch.parts_of(plan))
+    yield patch.object(plan, "wait_for_counts", lambda plan: watch.parts_of(plan))
     yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
     yield patch.object(FakeTensor, "data_ptr", _address)
     yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)

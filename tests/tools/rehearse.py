@@ -106,7 +106,7 @@ def stand_ins(watch, args, rank):
     slices_of = hybrid.slices_of
     hop = SimpleNamespace(rows=0)  # what this rank sends in it
 
-    def parts_of(plan, parts=DispatchPlan.parts):  # a token goes to a node once
+    def parts_of(plan, parts=DispatchPlan.wait_for_counts):  # a token goes to a node once
         ranks = dist.get_process_group_ranks(plan.group)
         crosses = len({rank // PER_NODE for rank in ranks}) > 1
         of_token = min(args.topk_nodes, args.top_k) if crosses else args.top_k
@@ -127,7 +127,7 @@ def stand_ins(watch, args, rank):
     with (
         as_alone(),
         turns_in_same_modes(),
-        patch.object(DispatchPlan, "parts", parts_of),
+        patch.object(DispatchPlan, "wait_for_counts", parts_of),
         patch.multiple(FakeTensor, tolist=tolist, item=lambda t: 0, data_ptr=address),
         patch.multiple(torch.UntypedStorage, data_ptr=lambda own: own._cdata, resize_=resize),
         patch.object(torch.nn.Module, "to_empty", lambda module, **_: module),
