@@ -14,18 +14,20 @@ import claims
 import hybrid
 import plan
 from pipeline import SCHEDULES
-from ranks import PROJECT
+from ranks import PROJECT, torchrun
 
 TEXT = (PROJECT / "README.md").read_text()
-LINES = re.sub(r" *\\\n +", " ", TEXT).splitlines()
-IN_CODE = re.compile(r"(?:    |\| `)((?:srun |pip .*&& )?(?:torchrun|python [a-z0-9/_]+\.py|pytest)[^|`]*)")
+SLURM = (PROJECT / "tests/tools/slurm.sh").read_text()
+LINES = re.sub(r" *\\\n +", " ", TEXT + SLURM).splitlines()
+COMMAND = r"(?:torchrun|python [a-z0-9/_]+\.py|pytest)[^|`]*"
+IN_CODE = re.compile(rf"(?:    |\| `|srun )((?:pip .*&& )?{COMMAND})")
 COMMANDS = [
     shlex.split(re.sub(r" \[.*| \.\.\.$", "", match[1].split("&& ")[-1]))
     for match in map(IN_CODE.match, LINES)
     if match
 ]
 OF_HYBRID = [words for words in COMMANDS if "hybrid.py" in words]
-NOT_RUN = {"srun", "bf16", "DIR", "FILE", "mine.py", "pytest", "--write", "gpu"}
+NOT_RUN = {"bf16", "DIR", "FILE", "mine.py", "pytest", "--write", "gpu"}
 RUN = [words for words in COMMANDS if not NOT_RUN & {*words}]
 
 
@@ -108,13 +110,39 @@ def test_commands_that_fit_one_machine_run(words):
 
 
 @pytest.mark.soak
+def test_a_run_that_is_done_writes_if_its_command_has_a_prompt(tmp_path):
+    (words,) = [words for words in OF_HYBRID if "--pp" in words and "DATA" in words]
+    paths = {"DATA": PROJECT / "README.md", "DIR": tmp_path / "checkpoints"}
+    flags = [paths.get(word, word) for word in words[words.index("hybrid.py") + 1 :]]
+    flags += ["--steps", "2", "--save-every", "1", "--sample", "5"]
+    for prompt in [], ["--prompt", "def "]:
+        done = torchrun(4, PROJECT / "hybrid.py", *flags, *prompt)
+        assert done.returncode == 0, done.stderr
+    assert "\nstep " not in done.stdout
+    assert "\nsample after step 2:\ndef " in done.stdout
+
+
+@pytest.mark.soak
 def test_the_script_of_ones_own_trains(tmp_path):
-    script = re.search(r"own\.py`:\n\n((?:    .*\n|\n)+)", TEXT)[1]
+    script = re.search(r"own\.py`.*\n\n((?:    .*\n|\n)+)", TEXT)[1]
     (tmp_path / "own.py").write_text(textwrap.dedent(script))
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
-    out = subprocess.check_output(
-        [*words, "own.py"], cwd=tmp_path, env=environment, timeout=300, text=True
-    )
-    losses = [float(number) for number in re.findall("^loss (.*)$", out, re.M)]
+    losses = losses_of(2, tmp_path / "own.py")
     assert len(losses) == 2 and max(losses) < 0.1  # README says 0.02
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["own_tp.py", "own_pipeline.py"])
+def test_two_ranks_of_a_script_of_ones_own_have_the_loss_of_one(name):
+    assert f"(tests/tools/{name})" in TEXT
+    file = PROJECT / "tests/tools" / name
+    (alone,) = losses_of(1, file)
+    losses = losses_of(2, file)
+    assert len(losses) >= 1 and alone < 10  # 64 at first
+    assert losses == pytest.approx([alone] * len(losses), rel=1e-3)
+
+
+def losses_of(world_size, file):
+    """Return the losses that the ranks of a script print."""
+    done = torchrun(world_size, file)
+    assert done.returncode == 0, done.stderr
+    return [float(number) for number in re.findall(r"loss (\d+\.\d+)", done.stdout)]
