@@ -27,7 +27,7 @@ layers.append(nn.Linear(64, 1))
 stage = nn.Sequential(*layers[4 * rank // P : 4 * (rank + 1) // P])
 shape = (8, 64)  # of what a stage sends to the next one, for a microbatch
 pipeline = Pipeline(stage, one_f_one_b(P, 4), loss_fn, pp_group, shape=shape)
-optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
+optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
 for step in range(200):
     x = torch.randn(32, 64)
     loss = pipeline.step(x, x.sum(1, keepdim=True))  # None on all ranks but the last

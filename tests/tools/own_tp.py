@@ -23,7 +23,7 @@ model = nn.Sequential(
     RowParallelLinear(256, 64, group=tp_group),  # the rows that belong to these columns
     nn.Linear(64, 1),  # a copy on each rank
 )
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step in range(200):
     x = torch.randn(32, 64)
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
