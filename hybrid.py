@@ -3081,6 +3081,7 @@ def flags_of(args):
 # torchrun by default after 30 seconds. If the step and the save take longer, they are lost.
 
 # Variables that main() sets unless they are set already. CUDA and NCCL read them when they start.
+# NCCL_LAUNCH_ORDER_IMPLICIT=1 is for a run with several groups that hangs, as it delays kernels.
 ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # with fewer queues, kernels wait for unrelated messages
     "NCCL_MAX_P2P_NCHANNELS": "16",  # half of the usual channels, and so half of NCCL's buffers

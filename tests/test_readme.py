@@ -8,24 +8,28 @@ import sys
 import textwrap
 
 import pytest
+import torch
+from torch import nn
 
 import bench
 import claims
 import hybrid
 import plan
 from pipeline import SCHEDULES
-from ranks import PROJECT
+from ranks import PROJECT, torchrun
 
 TEXT = (PROJECT / "README.md").read_text()
-LINES = re.sub(r" *\\\n +", " ", TEXT).splitlines()
-IN_CODE = re.compile(r"(?:    |\| `)((?:srun |pip .*&& )?(?:torchrun|python [a-z0-9/_]+\.py|pytest)[^|`]*)")
+SLURM = (PROJECT / "tests/tools/slurm.sh").read_text()
+LINES = re.sub(r" *\\\n +", " ", TEXT + SLURM).splitlines()
+COMMAND = r"(?:torchrun|python [a-z0-9/_]+\.py|pytest)[^|`]*"
+IN_CODE = re.compile(rf"(?:    |\| `|srun )((?:pip .*&& )?{COMMAND})")
 COMMANDS = [
     shlex.split(re.sub(r" \[.*| \.\.\.$", "", match[1].split("&& ")[-1]))
     for match in map(IN_CODE.match, LINES)
     if match
 ]
 OF_HYBRID = [words for words in COMMANDS if "hybrid.py" in words]
-NOT_RUN = {"srun", "bf16", "DIR", "FILE", "mine.py", "pytest", "--write", "gpu"}
+NOT_RUN = {"bf16", "DIR", "FILE", "mine.py", "pytest", "--write", "gpu"}
 RUN = [words for words in COMMANDS if not NOT_RUN & {*words}]
 
 
@@ -108,13 +112,64 @@ def test_commands_that_fit_one_machine_run(words):
 
 
 @pytest.mark.soak
+def test_a_run_that_is_done_writes_if_its_command_has_a_prompt(tmp_path):
+    (words,) = [words for words in OF_HYBRID if "--pp" in words and "DATA" in words]
+    paths = {"DATA": PROJECT / "README.md", "DIR": tmp_path / "checkpoints"}
+    flags = [paths.get(word, word) for word in words[words.index("hybrid.py") + 1 :]]
+    flags += ["--steps", "2", "--save-every", "1", "--sample", "5"]
+    for prompt in [], ["--prompt", "def "]:
+        done = torchrun(4, PROJECT / "hybrid.py", *flags, *prompt)
+        assert done.returncode == 0, done.stderr
+    assert "\nstep " not in done.stdout
+    assert "\nsample after step 2:\ndef " in done.stdout
+
+
+@pytest.mark.soak
 def test_the_script_of_ones_own_trains(tmp_path):
-    script = re.search(r"own\.py`:\n\n((?:    .*\n|\n)+)", TEXT)[1]
+    script = re.search(r"own\.py`.*\n\n((?:    .*\n|\n)+)", TEXT)[1]
     (tmp_path / "own.py").write_text(textwrap.dedent(script))
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
-    out = subprocess.check_output(
-        [*words, "own.py"], cwd=tmp_path, env=environment, timeout=300, text=True
-    )
-    losses = [float(number) for number in re.findall("^loss (.*)$", out, re.M)]
+    losses = losses_of(2, tmp_path / "own.py")
     assert len(losses) == 2 and max(losses) < 0.1  # README says 0.02
+
+
+def mlp():
+    """Draw the whole model of own_tp.py."""
+    up = torch.randn(256, 64) * 64**-0.5
+    down = torch.randn(64, 256) * 256**-0.5
+    head = nn.Linear(64, 1)
+    split = [nn.utils.skip_init(nn.Linear, *weight.shape[::-1]) for weight in (up, down)]
+    for layer, weight in zip(split, (up, down)):
+        layer.weight.data.copy_(weight)
+        layer.bias.data.zero_()
+    return nn.Sequential(split[0], nn.GELU(), split[1], head)
+
+
+def layers():
+    """Draw the whole model of own_pipeline.py."""
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    return nn.Sequential(*hidden, nn.Linear(64, 1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name, draw", [("own_tp.py", mlp), ("own_pipeline.py", layers)])
+def test_a_script_of_ones_own_has_the_loss_of_one_process(name, draw):
+    assert f"(tests/tools/{name})" in TEXT
+    torch.manual_seed(0)
+    model = draw()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(200):
+        x = torch.randn(32, 64)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses = losses_of(2, PROJECT / "tests/tools" / name)
+    assert losses and losses == pytest.approx([loss.item()] * len(losses), rel=1e-3)
+
+
+def losses_of(world_size, file):
+    """Return the losses that the ranks of a script print."""
+    done = torchrun(world_size, file)
+    assert done.returncode == 0, done.stderr
+    return [float(number) for number in re.findall(r"loss (\d+\.\d+)", done.stdout)]

@@ -293,6 +293,7 @@ def test_the_list_has_every_exercise_in_the_order_of_readme_with_its_signature_a
     files = re.findall(r"solution: (\w+\.py)", printed)
     text = (PROJECT / "README.md").read_text()
     assert sorted(files, key=text[text.index("| read first |") :].index) == files
+    assert f"{len(EXERCISES)} functions and classes of the ground floors are exercises" in text
     assert "split_mlp(x, up, down, group=None)" in printed
 
 

@@ -78,7 +78,8 @@ def without_bodies(source):
 def beginning(exercise):
     """Return the text of a file to begin an exercise with."""
     parts = [without_bodies(inspect.getsource(each)) for each in solutions(exercise)]
-    parts[0] = f"# checked: {exercise.checked}\n{parts[0]}"
+    others = f"# for a docstring that is named here: python -m pydoc {exercise.module}.NAME"
+    parts[0] = f"# checked: {exercise.checked}\n{others}\n{parts[0]}"
     return "\n\n\n".join([f"{FROM_TORCH}\n{FROM_HERE[exercise.module]}", *parts]) + "\n"
 
 
