@@ -495,7 +495,7 @@ def test_hsdp_shards_inside_a_group_and_sums_gradients_across_replicas():
         assert across == microbatches(replicas=2) - microbatches()
         net = make_net()
         net.head.bias.requires_grad_(rank < 2)  # equal in a group of shards, not among replicas
-        with pytest.raises(ValueError, match=r"rank 1 of the group has .* \(7,\) .* False cpu \(1,\), rank 0"):
+        with pytest.raises(ValueError, match=r"rank 1 of the group has .* False cpu \(1,\), rank"):
             shard(net, stage, group=shards, replicate_group=replicas)
 
 
