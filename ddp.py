@@ -776,7 +776,7 @@ def check_device(parameters):
     """Raise ValueError if the parameters are on several devices."""
     devices = {str(parameter.device) for parameter in parameters}
     if len(devices) > 1:  # autograd would run their hooks in several threads at once
-        raise ValueError(f"trained parameters are on {sorted(devices)}: put them on one device")
+        raise ValueError(f"parameters are on {sorted(devices)}: put them on one device")
 
 
 def check_replicated(module, named, groups_of, axes):

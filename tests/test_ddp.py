@@ -663,7 +663,7 @@ def test_a_rank_that_finishes_a_round_which_it_has_not_begun_gets_an_error_and_s
 def test_a_rank_without_a_batch_runs_a_sharded_pass_whose_loss_counts_zero():
     x = make_data(3)
     sharded = FullyShardedDataParallel(make_net())
-    with pytest.raises(RuntimeError, match="before any backward: every rank must run each pass"):
+    with pytest.raises(RuntimeError, match="no parameter has a gradient: every rank must run each pass"):
         sharded.finish_grad_sync()
     frozen = FullyShardedDataParallel(make_net().requires_grad_(False))
     frozen.finish_grad_sync()  # no pass gives it gradients
@@ -1062,6 +1062,7 @@ def test_unsupported_uses_of_the_wrapper_are_rejected():
         (lambda: again(1 * z).sum().backward(), r"a second gradient of \(7.*: two in one backward"),
         (lambda: [mean_square(late, x).backward() for _ in "12"], r"call finish_grad_sync\(\) first"),
         (lambda: DistributedDataParallel(apart), r"on \['cpu', 'meta'\]: put them on one device"),
+        (lambda: FullyShardedDataParallel(apart), r"on \['cpu', 'meta'\]: put them on one device"),
         (lambda: mean_square(frozen, x).backward(), "'head.bias' was frozen, thawed"),
         (lambda: mean_square(thawed, x).backward(), "'blocks.1.up.weight' was frozen"),
         (lambda: mean_square(converted.float(), x.float()).backward(), "' was frozen.* cast"),
