@@ -121,16 +121,16 @@ def switch_layer(x, router, compute, group=None):
 # The sections before it lead there, and each rests on those above it:
 #
 #     the experts            their MLPs
+#     the router             how it chooses, and what keeps it balanced
+#     the router's losses    two losses whose gradients backward adds, and a tally of the choices
 #     rows under way         an all-to-all that begins in one place and ends in another
 #     dispatch and combine   what plain_dispatch() does, with less memory, one wait, and overlap
 #     two hops               the same, but a token crosses to each node only once
-#     the router             how it chooses, and what keeps it balanced
-#     the router's losses    two losses whose gradients backward adds, and a tally of the choices
 #     the layer              MoE
 #
 # Types in docstrings: V is a tensor of this rank's own, and so is its gradient. I is equal on all
 # ranks, and so is its gradient. R is equal, too, but a rank's gradient is a part, and the parts are
-# to be summed.
+# to be summed. In collectives.py they are called varying, invariant and replicated.
 
 # ---- k experts per token -------------------------------------------------------------------------
 #
@@ -157,7 +157,8 @@ def switch_layer(x, router, compute, group=None):
 def plain_dispatch(x, experts, weights, num_experts, compute, group=None):
     """Send each token to its k experts, and return the sums of their weighted results, (N, D).
 
-    x: (N, D), this rank's tokens. experts, weights: (N, k). Expert e is on rank e // G.
+    x: (N, D), this rank's tokens. experts, weights: (N, k). Expert e is on rank e // G. As with
+        switch(), all ranks must call it, and x needs a gradient on all of them or on none.
     compute: compute(rows, sizes, sizes_on_device) applies this rank's G experts to (M, D) rows,
         which are grouped by expert. Both sizes, a list and a tensor, are the experts' row counts.
     Types: x, weights and parameters of experts V -> V.
@@ -279,12 +280,304 @@ def _grouped(x, weight, sizes, sizes_on_device):
     return F.grouped_mm(x, matrices, offs=sizes_on_device.cumsum(0, dtype=torch.int32))
 
 
+# ---- the router ----------------------------------------------------------------------------------
+#
+# A router tends to overuse a few experts, and its logits tend to grow. There are four remedies. The
+# losses have a section of their own, after this one.
+#
+#     capacity      the most rows that an expert takes from a rank. Others are dropped (GShard)
+#     bias          a number per expert, added to its score for the choice only, not for the weight.
+#                   It is lowered for busy experts and raised for less busy ones (DeepSeek)
+#     balance loss  E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
+#                   p_i is the mean probability of expert i (Switch, where k = 1; GShard counts each
+#                   token's first choice only)
+#     z-loss        the mean of logsumexp(logits)^2, which keeps the logits small (ST-MoE)
+
+# The routing of N tokens: (N, k) experts and their weights, (N, E) probabilities and logits.
+Routing = namedtuple("Routing", "experts weights probabilities logits")
+
+
+class Router(nn.Module):
+    """Choose the k experts of each token and the weights of their results, in fp32 or higher.
+
+    top_k: k. Among equal scores the expert with the lowest number wins.
+    score: "softmax" of the logits, or "sigmoid" of each, as in DeepSeek-V3. Weights are the scores
+        of the chosen experts divided by their sum; for k = 1 the weight is the score itself, since
+        the quotient would always be 1 and the router would get no gradient. DeepSeek-V3 also
+        multiplies the weights by 2.5, and adds a small balance loss within each sequence. Both are
+        absent here.
+    n_group, topk_group: the experts form n_group groups, such as one per node. A token uses only
+        experts of topk_group groups, those in which the two highest scores have the largest sum.
+
+    The buffer `bias` is added to scores for the choice only. It begins as 0, but to_empty() leaves
+    it undefined, as it does all tensors. Raises ValueError if score is unknown, n_group does not
+    divide the experts, there are no topk_group groups, or they have fewer than top_k experts.
+    """
+
+    def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
+        super().__init__()
+        topk_group = n_group if topk_group is None else topk_group
+        if score not in ("softmax", "sigmoid"):
+            raise ValueError(f"{score=} is neither 'softmax' nor 'sigmoid'")
+        if num_experts % n_group:
+            raise ValueError(f"{n_group=} does not divide {num_experts=}")
+        if not 1 <= topk_group <= n_group:
+            raise ValueError(f"{topk_group=} is not from 1 to {n_group=}")
+        reachable = topk_group * num_experts // n_group
+        if not 1 <= top_k <= reachable:
+            where = f"{num_experts=}, {n_group=}, {topk_group=}"
+            raise ValueError(f"{top_k=} is not from 1 to {reachable}: {where}")
+        self.top_k = top_k
+        self.score = score
+        self.n_group = n_group
+        self.topk_group = topk_group
+        self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
+
+    def forward(self, x):
+        """Return the Routing of x, (N, D)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = FullPrecisionLinear.apply(x.to(dtype), self.weight.to(dtype))  # (N, E)
+        if self.score == "softmax":
+            scores = probabilities = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
+            probabilities = _normalized(scores)
+        experts = self.choose(scores.detach() + self.bias)
+        weights = scores.gather(1, experts)
+        if self.top_k > 1:
+            weights = _normalized(weights)
+        return Routing(experts, weights, probabilities, logits)
+
+    def choose(self, scores):
+        """Return the experts (N, k) that have the highest of the scores (N, E), best first."""
+        if self.topk_group < self.n_group:
+            groups = scores.unflatten(1, (self.n_group, -1))  # (N, n_group, E/n_group)
+            sums = groups.topk(min(2, groups.shape[2])).values.sum(2)
+            chosen = _best(sums, self.topk_group)
+            left_out = torch.ones_like(sums, dtype=bool).scatter(1, chosen, False)
+            scores = groups.masked_fill(left_out.unsqueeze(2), -torch.inf).flatten(1)
+        return _best(scores, self.top_k)
+
+    def update_bias(self, loads, rate=0.001):
+        """Raise the bias of experts with less than the mean load, and lower it for those with more.
+
+        loads: (E,), how often all ranks chose each expert, in all microbatches of a step.
+        """
+        excess = loads - loads.double().mean()
+        # a bias in 16 bits, such as after .bfloat16(), would lose changes as small as this
+        self.bias = self.bias.to(torch.promote_types(self.bias.dtype, torch.float32))
+        self.bias.sub_(rate * excess.sign().to(self.bias.dtype))
+
+
+def _normalized(scores):
+    # all scores may have underflowed to 0
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def _best(scores, count):
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+class FullPrecisionLinear(torch.autograd.Function):
+    """Return x W^T, (N, E), for x (N, D) and W (E, D), in full precision also in backward.
+
+    TF32, or autocast, would round the factors to 10 or 7 bits of mantissa, and tokens with close
+    scores would change their experts.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        with full_precision(x.device):
+            return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        with full_precision(x.device):
+            return dy @ weight, dy.t() @ x
+
+
+@contextmanager
+def full_precision(device):
+    """Compute products inside in the dtype of their factors, without TF32 and without autocast.
+
+    PyTorch reads the setting for TF32 when it launches a product, so later ones are not affected.
+    If products inherit the setting from torch.backends, it becomes their own.
+    """
+    products = torch.backends.cuda.matmul
+    precision = products.fp32_precision
+    products.fp32_precision = "ieee"
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        products.fp32_precision = precision
+
+
+def count_choices(experts, num_experts):
+    """Return how often each expert is chosen, (E,). bincount() would make the host wait."""
+    choices = experts.flatten()
+    counts = choices.new_zeros(num_experts)
+    return counts.scatter_add_(0, choices.clamp(min=0), (choices >= 0).long())
+
+
+def within_capacity(experts, num_experts, capacity_factor):
+    """Return the experts (N, k), with -1 for the choices that a full expert drops.
+
+    Each expert takes the first ceil(capacity_factor N k / E) of the choices that fall on it from
+    this rank's N tokens, in the order of the tokens. (GShard takes all first choices before second
+    ones.) A choice that is dropped adds nothing to the result, and the weights of a token's other
+    choices stay as they are. With room for one choice per expert:
+
+        choices   1 1 0 1     of experts
+        order     2 0 1 3     the choices, sorted by expert
+        begins    0 1         the experts' first places in this order
+        places    0 0 1 2     each one's place among the choices of its expert. 1 and 2 are too many
+        returned  1 -1 0 -1
+    """
+    if capacity_factor is None:
+        return experts
+    choices = experts.flatten()
+    # rounded, since in floating point 1.1 * 50 is larger than 55
+    capacity = math.ceil(round(capacity_factor * len(choices) / num_experts, 6))
+    order = choices.argsort(stable=True)
+    loads = count_choices(choices, num_experts)
+    begins = loads.cumsum(0) - loads
+    places = torch.arange(len(choices), device=choices.device) - begins[choices[order]]
+    is_dropped = (places >= capacity)[order.argsort()]  # in the order of the choices again
+    return experts.masked_fill(is_dropped.view_as(experts), -1)
+
+
+# ---- the router's losses -------------------------------------------------------------------------
+#
+# The losses belong to the loss from which the caller runs backward. But a layer is deep inside a
+# model, of which the caller, or the next stage of a pipeline, gets only the output. So the layer
+# does not return its losses. It gives its output through AddLossAndTally, whose backward adds the
+# gradients that there would be if the caller's loss contained
+#
+#     scale * (balance_coefficient * balance loss + z_coefficient * z-loss)
+#
+# Only backward counts choices, in a tally. So evaluations are not counted, and what is recomputed
+# (sequence_parallel.py) is counted once.
+
+
+def balance_loss(probabilities, loads, tokens):
+    """Return this rank's part of Switch's loss E sum_i f_i p_i, which is 1 if all loads are equal.
+
+    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. loads:
+    (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
+    """
+    fractions = loads.to(probabilities.dtype) / loads.sum().clamp(min=1)  # there may be no token
+    return len(loads) * (fractions * probabilities.sum(0)).sum() / tokens
+
+
+def router_z_loss(logits, tokens):
+    """Return this rank's part of the mean of logsumexp(logits)^2 over all ranks' tokens."""
+    return logits.logsumexp(-1).square().sum() / tokens
+
+
+class AddLossAndTally(torch.autograd.Function):
+    """Return x. In backward, give `loss` the gradient losses.scale, and add `counted` to the tally.
+
+    losses: the RouterLosses. (Megatron-LM has the same in its MoEAuxLossAutoScaler.)
+    """
+
+    @staticmethod
+    def forward(ctx, x, loss, counted, losses):
+        ctx.counted = counted
+        ctx.losses = losses
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.losses.tally.add_(ctx.counted)
+        return dy, ctx.losses.scale * ctx.counted.new_ones(()), None, None
+
+
+class RouterLosses:
+    """The balance loss and the z-loss of a layer's router, and a tally of what it chooses.
+
+    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
+    scale: the factor of the caller's own loss, such as 1/n if it is divided by n microbatches. It
+        is a number, or a tensor () on x's device. As an attribute it may be set before each
+        backward(). With a GradScaler:
+        layer.losses.scale = scaler.scale(torch.ones((), device=x.device)) / n
+    groups: With (), the losses are means over this rank's tokens, as the caller's loss mostly is.
+        With groups, they are means over the tokens of all W ranks in them, and a rank's losses are
+        its parts of these. So if gradients are averaged over the W ranks, multiply scale by W.
+        E counts are summed over one group after another, such as this rank's row and its column in
+        a grid of ranks. Only a forward with gradients sends counts, so the ranks must enable
+        gradients alike, or some would wait forever.
+
+    The attribute `tally`, (E + 3,), says how often each of the E experts was chosen, how many
+    choices were dropped, and this rank's parts of the two losses. After a step the caller sums the
+    tallies over the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the
+    tally to 0. It moves to the device of x in forward, so read the attribute anew in each step.
+    """
+
+    def __init__(self, num_experts, top_k, balance_coefficient, z_coefficient, scale, groups):
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.balance_coefficient = balance_coefficient
+        self.z_coefficient = z_coefficient
+        self.scale = scale
+        self.groups = groups
+        # This is not a buffer of the layer, which DDP would broadcast. It is on the CPU also if
+        # "meta" is the default device, because to_empty() would not give it memory.
+        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
+
+    def attach(self, y, routing, experts):
+        """Return y. Its backward also adds the losses' gradients, and counts in the tally.
+
+        experts: routing.experts, with -1 for dropped choices.
+        """
+        if not torch.is_grad_enabled():
+            return y
+        loads = count_choices(routing.experts, self.num_experts)
+        balance = z = loss = torch.zeros((), dtype=torch.float64, device=y.device)
+        if self.balance_coefficient or self.z_coefficient:
+            total = loads.clone()
+            for group in self.groups:
+                all_reduce(total, group=group)
+            tokens = (total.sum() // self.top_k).clamp(min=1)  # a rank may have none
+            balance = balance_loss(routing.probabilities, total, tokens).double()
+            z = router_z_loss(routing.logits, tokens).double()
+            loss = self.balance_coefficient * balance + self.z_coefficient * z
+        dropped = (experts < 0).sum()
+        counted = torch.cat([loads, torch.stack([dropped, balance.detach(), z.detach()])])
+        self.tally = self.tally.to(y.device)
+        return AddLossAndTally.apply(y, loss, counted, self)
+
+
+def tally_metrics(tallies, num_microbatches, with_losses):
+    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
+
+    expert_load: the largest load divided by the mean, in the worst layer, or 0 without a token.
+    expert_dropped: the fraction of choices dropped. balance_loss, z_loss: means over layers and
+    microbatches, if the losses have groups. Without, the ranks' means add up: divide by their
+    number.
+    """
+    loads = tallies[:, :-3]  # (layers, E)
+    means = loads.mean(1).clamp(min=1e-9)  # not 0, also if a layer has had no token
+    metrics = {"expert_load": (loads.amax(1) / means).max()}
+    metrics["expert_dropped"] = tallies[:, -3].sum() / loads.sum().clamp(min=1)
+    if with_losses:
+        metrics["balance_loss"], metrics["z_loss"] = tallies[:, -2:].mean(0) / num_microbatches
+    return metrics
+
+
 # ---- rows under way ------------------------------------------------------------------------------
 #
 # Rows can travel while something else is computed that does not need them. For this, an all-to-all
 # begins at one point of forward, _Post, and ends at a later one, _Await. In backward, where the
 # gradients of the rows travel the other way, it begins at _Await and ends at _Post. A Journey is
-# what the two have in common. It holds the rows while they travel.
+# what the two have in common. It holds the rows while they travel. Here tokens travel in two parts,
+# beside the experts of the other part:
+#
+#     computes            experts 1    experts 2
+#     travels   part 1    part 2       results 1    results 2
 
 
 class Journey:
@@ -383,12 +676,13 @@ class _Await(torch.autograd.Function):
 #     backward   sums 2   sums 1       experts 2    experts 1     shared       router
 #                         combine 2    combine 1    dispatch 2    dispatch 1
 #
-# Autograd begins with what forward launched last. In backward, a dispatch or a combine carries the
-# gradients of its rows the other way. In both directions, only dispatch 1 and combine 2 are
-# exposed, as far as the shared experts and the sums do not hide them. All ranks post the same
-# number of messages, also for parts in which they have no token. Choices, capacity and the order in
-# which a token's results are added do not depend on the parts. Each part needs kernels and messages
-# of its own, so parts pay if messages are long, and if an expert's rows of a part still fill a GPU.
+# Of the nodes of the graph whose gradients are complete, autograd runs the one that forward made
+# last. In backward, a dispatch or a combine carries the gradients of its rows the other way. In
+# both directions, only dispatch 1 and combine 2 are exposed, as far as the shared experts and the
+# sums do not hide them. All ranks post the same number of messages, also for parts in which they
+# have no token. Choices, capacity and the order in which a token's results are added do not depend
+# on the parts. Each part needs kernels and messages of its own, so parts pay if messages are long,
+# and if an expert's rows of a part still fill a GPU.
 #
 # Step by step, backward computes and sends
 #
@@ -401,13 +695,6 @@ class _Await(torch.autograd.Function):
 #
 # On a GPU, rows are added by atomic operations, in any order. Two terms have the same sum in either
 # order, but for k > 2 the last bits may vary.
-
-
-def count_choices(experts, num_experts):
-    """Return how often each expert is chosen, (E,). bincount() would make the host wait."""
-    choices = experts.flatten()
-    counts = choices.new_zeros(num_experts)
-    return counts.scatter_add_(0, choices.clamp(min=0), (choices >= 0).long())
 
 
 class _Permuted(torch.autograd.Function):
@@ -652,283 +939,6 @@ def two_hops(
         x, nodes.where(is_needed, -1), None, num_nodes, in_node, cross_group, shared, parts,
         hand_over, others=(experts, weights),
     )
-
-
-# ---- the router ----------------------------------------------------------------------------------
-#
-# A router tends to overuse a few experts, and its logits tend to grow. There are four remedies. The
-# losses have a section of their own, after this one.
-#
-#     capacity      the most rows that an expert takes from a rank. Others are dropped (GShard)
-#     bias          a number per expert, added to its score for the choice only, not for the weight.
-#                   It is lowered for busy experts and raised for less busy ones (DeepSeek)
-#     balance loss  E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
-#                   p_i is the mean probability of expert i (Switch, where k = 1; GShard counts each
-#                   token's first choice only)
-#     z-loss        the mean of logsumexp(logits)^2, which keeps the logits small (ST-MoE)
-
-# The routing of N tokens: (N, k) experts and their weights, (N, E) probabilities and logits.
-Routing = namedtuple("Routing", "experts weights probabilities logits")
-
-
-class Router(nn.Module):
-    """Choose the k experts of each token and the weights of their results, in fp32 or higher.
-
-    top_k: k. Among equal scores the expert with the lowest number wins.
-    score: "softmax" of the logits, or "sigmoid" of each, as in DeepSeek-V3. Weights are the scores
-        of the chosen experts divided by their sum; for k = 1 the weight is the score itself, since
-        the quotient would always be 1 and the router would get no gradient. DeepSeek-V3 also
-        multiplies the weights by 2.5, and adds a small balance loss within each sequence. Both are
-        absent here.
-    n_group, topk_group: the experts form n_group groups, such as one per node. A token uses only
-        experts of topk_group groups, those in which the two highest scores have the largest sum.
-
-    The buffer `bias` is added to scores for the choice only. It begins as 0, but to_empty() leaves
-    it undefined, as it does all tensors. Raises ValueError if score is unknown, there are no
-    topk_group groups, or they have fewer than top_k experts.
-    """
-
-    def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
-        super().__init__()
-        topk_group = n_group if topk_group is None else topk_group
-        if score not in ("softmax", "sigmoid"):
-            raise ValueError(f"{score=} is neither 'softmax' nor 'sigmoid'")
-        if not 1 <= topk_group <= n_group:
-            raise ValueError(f"{topk_group=} is not from 1 to {n_group=}")
-        reachable = topk_group * num_experts // n_group
-        if not 1 <= top_k <= reachable:
-            where = f"{num_experts=}, {n_group=}, {topk_group=}"
-            raise ValueError(f"{top_k=} is not from 1 to {reachable}: {where}")
-        self.top_k = top_k
-        self.score = score
-        self.n_group = n_group
-        self.topk_group = topk_group
-        self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
-        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
-
-    def forward(self, x):
-        """Return the Routing of x, (N, D)."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = FullPrecisionLinear.apply(x.to(dtype), self.weight.to(dtype))  # (N, E)
-        if self.score == "softmax":
-            scores = probabilities = logits.softmax(-1)
-        else:
-            scores = logits.sigmoid()
-            probabilities = _normalized(scores)
-        experts = self.choose(scores.detach() + self.bias)
-        weights = scores.gather(1, experts)
-        if self.top_k > 1:
-            weights = _normalized(weights)
-        return Routing(experts, weights, probabilities, logits)
-
-    def choose(self, scores):
-        """Return the experts (N, k) that have the highest of the scores (N, E), best first."""
-        if self.topk_group < self.n_group:
-            groups = scores.unflatten(1, (self.n_group, -1))  # (N, n_group, E/n_group)
-            sums = groups.topk(min(2, groups.shape[2])).values.sum(2)
-            chosen = _best(sums, self.topk_group)
-            left_out = torch.ones_like(sums, dtype=bool).scatter(1, chosen, False)
-            scores = groups.masked_fill(left_out.unsqueeze(2), -torch.inf).flatten(1)
-        return _best(scores, self.top_k)
-
-    def update_bias(self, loads, rate=0.001):
-        """Raise the bias of experts with less than the mean load, and lower it for those with more.
-
-        loads: (E,), how often all ranks chose each expert, in all microbatches of a step.
-        """
-        excess = loads - loads.double().mean()
-        # a bias in 16 bits, such as after .bfloat16(), would lose changes as small as this
-        self.bias = self.bias.to(torch.promote_types(self.bias.dtype, torch.float32))
-        self.bias.sub_(rate * excess.sign().to(self.bias.dtype))
-
-
-def _normalized(scores):
-    # all scores may have underflowed to 0
-    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
-
-
-def _best(scores, count):
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-
-
-class FullPrecisionLinear(torch.autograd.Function):
-    """Return x W^T, (N, E), for x (N, D) and W (E, D), in full precision also in backward.
-
-    TF32, or autocast, would round the factors to 10 or 7 bits of mantissa, and tokens with close
-    scores would change their experts.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        with full_precision(x.device):
-            return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        with full_precision(x.device):
-            return dy @ weight, dy.t() @ x
-
-
-@contextmanager
-def full_precision(device):
-    """Compute products inside in the dtype of their factors, without TF32 and without autocast.
-
-    PyTorch reads the setting for TF32 when it launches a product, so later ones are not affected.
-    If products inherit the setting from torch.backends, it becomes their own.
-    """
-    products = torch.backends.cuda.matmul
-    precision = products.fp32_precision
-    products.fp32_precision = "ieee"
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        products.fp32_precision = precision
-
-
-def within_capacity(experts, num_experts, capacity_factor):
-    """Return the experts (N, k), with -1 for the choices that a full expert drops.
-
-    Each expert takes the first ceil(capacity_factor N k / E) of the choices that fall on it from
-    this rank's N tokens, in the order of the tokens. (GShard takes all first choices before second
-    ones.) A choice that is dropped adds nothing to the result, and the weights of a token's other
-    choices stay as they are. With room for one choice per expert:
-
-        choices   1 1 0 1     of experts
-        order     2 0 1 3     the choices, sorted by expert
-        begins    0 1         the experts' first places in this order
-        places    0 0 1 2     each one's place among the choices of its expert. 1 and 2 are too many
-        returned  1 -1 0 -1
-    """
-    if capacity_factor is None:
-        return experts
-    choices = experts.flatten()
-    # rounded, since in floating point 1.1 * 50 is larger than 55
-    capacity = math.ceil(round(capacity_factor * len(choices) / num_experts, 6))
-    order = choices.argsort(stable=True)
-    loads = count_choices(choices, num_experts)
-    begins = loads.cumsum(0) - loads
-    places = torch.arange(len(choices), device=choices.device) - begins[choices[order]]
-    is_dropped = (places >= capacity)[order.argsort()]  # in the order of the choices again
-    return experts.masked_fill(is_dropped.view_as(experts), -1)
-
-
-# ---- the router's losses -------------------------------------------------------------------------
-#
-# The losses belong to the loss from which the caller runs backward. But a layer is deep inside a
-# model, of which the caller, or the next stage of a pipeline, gets only the output. So the layer
-# does not return its losses. It gives its output through AddLossAndTally, whose backward adds the
-# gradients that there would be if the caller's loss contained
-#
-#     scale * (balance_coefficient * balance loss + z_coefficient * z-loss)
-#
-# Only backward counts choices, in a tally. So evaluations are not counted, and what is recomputed
-# (sequence_parallel.py) is counted once.
-
-
-def balance_loss(probabilities, loads, tokens):
-    """Return this rank's part of Switch's loss E sum_i f_i p_i, which is 1 if all loads are equal.
-
-    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. loads:
-    (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
-    """
-    fractions = loads.to(probabilities.dtype) / loads.sum().clamp(min=1)  # there may be no token
-    return len(loads) * (fractions * probabilities.sum(0)).sum() / tokens
-
-
-def router_z_loss(logits, tokens):
-    """Return this rank's part of the mean of logsumexp(logits)^2 over all ranks' tokens."""
-    return logits.logsumexp(-1).square().sum() / tokens
-
-
-class AddLossAndTally(torch.autograd.Function):
-    """Return x. In backward, give `loss` the gradient losses.scale, and add `counted` to the tally.
-
-    losses: the RouterLosses. (Megatron-LM has the same in its MoEAuxLossAutoScaler.)
-    """
-
-    @staticmethod
-    def forward(ctx, x, loss, counted, losses):
-        ctx.counted = counted
-        ctx.losses = losses
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.losses.tally.add_(ctx.counted)
-        return dy, ctx.losses.scale * ctx.counted.new_ones(()), None, None
-
-
-class RouterLosses:
-    """The balance loss and the z-loss of a layer's router, and a tally of what it chooses.
-
-    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
-    scale: the factor of the caller's own loss, such as 1/n if it is divided by n microbatches. If
-        gradients are averaged over W ranks, multiply it by W, since a rank's losses are parts of a
-        sum. It is a number, or a tensor () on x's device. As an attribute it may be set before each
-        backward(). With a GradScaler:
-        layer.losses.scale = scaler.scale(torch.ones((), device=x.device)) / n
-    groups: With (), the losses are means over this rank's tokens. With groups, they are means over
-        those of all ranks, and E counts are summed over one group after another, such as this
-        rank's row and its column in a grid of ranks. Only a forward with gradients sends counts, so
-        the ranks must enable gradients alike, or some would wait forever.
-
-    The attribute `tally`, (E + 3,), says how often each of the E experts was chosen, how many
-    choices were dropped, and this rank's parts of the two losses. After a step the caller sums the
-    tallies over the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the
-    tally to 0. It moves to the device of x in forward, so read the attribute anew in each step.
-    """
-
-    def __init__(self, num_experts, top_k, balance_coefficient, z_coefficient, scale, groups):
-        self.num_experts = num_experts
-        self.top_k = top_k
-        self.balance_coefficient = balance_coefficient
-        self.z_coefficient = z_coefficient
-        self.scale = scale
-        self.groups = groups
-        # This is not a buffer of the layer, which DDP would broadcast. It is on the CPU also if
-        # "meta" is the default device, because to_empty() would not give it memory.
-        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
-
-    def attach(self, y, routing, experts):
-        """Return y. Its backward also adds the losses' gradients, and counts in the tally.
-
-        experts: routing.experts, with -1 for dropped choices.
-        """
-        if not torch.is_grad_enabled():
-            return y
-        loads = count_choices(routing.experts, self.num_experts)
-        balance = z = loss = torch.zeros((), dtype=torch.float64, device=y.device)
-        if self.balance_coefficient or self.z_coefficient:
-            total = loads.clone()
-            for group in self.groups:
-                all_reduce(total, group=group)
-            tokens = (total.sum() // self.top_k).clamp(min=1)  # a rank may have none
-            balance = balance_loss(routing.probabilities, total, tokens).double()
-            z = router_z_loss(routing.logits, tokens).double()
-            loss = self.balance_coefficient * balance + self.z_coefficient * z
-        dropped = (experts < 0).sum()
-        counted = torch.cat([loads, torch.stack([dropped, balance.detach(), z.detach()])])
-        self.tally = self.tally.to(y.device)
-        return AddLossAndTally.apply(y, loss, counted, self)
-
-
-def tally_metrics(tallies, num_microbatches, with_losses):
-    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
-
-    expert_load: the largest load divided by the mean, in the worst layer, or 0 without a token.
-    expert_dropped: the fraction of choices dropped. balance_loss, z_loss: means over layers and
-    microbatches.
-    """
-    loads = tallies[:, :-3]  # (layers, E)
-    means = loads.mean(1).clamp(min=1e-9)  # not 0, also if a layer has had no token
-    metrics = {"expert_load": (loads.amax(1) / means).max()}
-    metrics["expert_dropped"] = tallies[:, -3].sum() / loads.sum().clamp(min=1)
-    if with_losses:
-        metrics["balance_loss"], metrics["z_loss"] = tallies[:, -2:].mean(0) / num_microbatches
-    return metrics
 
 
 # ---- the layer -----------------------------------------------------------------------------------

@@ -984,6 +984,7 @@ def test_errors_name_invalid_sizes_and_groups_on_every_rank():
         (lambda: MoE(4, 16, 6), "num_experts=6 is not divisible by ep=4"),
         (lambda: MoE(4, 16, 8, capacity_factor=0.0), "capacity_factor=0.0 leaves no room"),
         (lambda: Router(4, 8, 5, n_group=2, topk_group=1), "top_k=5 is not from 1 to 4: .*=1"),
+        (lambda: Router(4, 8, 2, n_group=3), "n_group=3 does not divide num_experts=8"),
         (lambda: Router(4, 8, 9), "top_k=9 is not from 1 to 8"),
         (lambda: Router(4, 8, 1, n_group=2, topk_group=0), "topk_group=0 is not from 1 to n_group=2"),
         (lambda: Router(4, 8, 1, n_group=2, topk_group=3), "topk_group=3 is not from 1 to n_group=2"),
