@@ -270,7 +270,7 @@ class Pool:
         # test_gpu.py asks for GPUs when it is imported, and CUDA does not survive a fork.
         files = [*PROJECT.glob("*.py"), *PROJECT.glob("tests/**/*.py")]
         ours = {path.stem for path in files} & {*sys.modules} - {"conftest", "test_gpu"}
-        context.set_forkserver_preload(["torch._dynamo", "rewriting", *ours])
+        context.set_forkserver_preload(["torch._dynamo", "rewriting", *sorted(ours)])
         # Python 3.11 to 3.13 do not hand sys.path to the server.
         with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
             while len(self.workers) < world_size:
