@@ -10,10 +10,10 @@ TESTS = Path(__file__).resolve().parent
 sys.path[:0] = map(str, (TESTS.parent, TESTS, TESTS / "support", TESTS / "tools"))
 
 import pytest
+
+import ranks as rank_pool  # before torch, which reads the variables that it sets
+
 import torch
-
-import ranks as rank_pool
-
 
 # Importing torch's optimizers and pipelining compiles parts of them with a function that is
 # deprecated. Only warnings from there are left out.

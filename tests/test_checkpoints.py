@@ -36,9 +36,9 @@ from ranks import PROJECT, limit_files, on_ranks, quoted, run, shifted, soak, sp
 T, V, BATCH, STEPS = 12, 67, 12, 4
 SEED = shifted(3)
 CPU = torch.device("cpu")
-FLAGS = f"--layers 4 --hidden 32 --heads 8 --kv-heads 4 --seq-len {T} --vocab-size {V}"
+FLAGS = f"--layers 2 --hidden 32 --heads 8 --kv-heads 4 --seq-len {T} --vocab-size {V}"
 FLAGS += f" --batch-size {BATCH} --warmup 2 --steps {STEPS} --seed {SEED} --sample 0"
-MIXTURE = "--layers 2 --experts 4 --balance bias --shared-experts 1"
+MIXTURE = "--experts 4 --balance bias --shared-experts 1"
 
 # ---- any layout ----------------------------------------------------------------------------------
 
@@ -533,13 +533,13 @@ def test_sigterm_during_a_save_waits_for_it_and_for_the_last_one(tmp_path):
 def _flip_a_bit(trainer):
     """Change one weight of rank 1 in its lowest bit, before the third step."""
     if dist.get_rank() == 1 and trainer.steps_done == 2:
-        weight = trainer.chunks[0].transformer["h"]["2"].ln_1.weight
+        weight = trainer.chunks[0].transformer["h"]["1"].ln_1.weight
         weight.detach().view(torch.int64)[-1] ^= 1
 
 
 def test_unequal_replicas_end_all_ranks_before_they_are_saved(tmp_path):
     folder, flags = tmp_path / "own", "--dp 2 --zero 0 --save-every 2"
-    weight = "transformer.h.2.ln_1.weight"
+    weight = "transformer.h.1.ln_1.weight"
     for status, line in run(2, _end, flags, folder, _flip_a_bit):
         assert status == 1 and f"{weight} at [0] on rank 1 differs from its copy" in line
     assert _complete(folder) == ["step_00000002"]

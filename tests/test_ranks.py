@@ -70,6 +70,11 @@ def test_ten_calls_in_a_row_run_in_new_groups_on_the_same_processes():
     assert len(pids) == 1
 
 
+def test_every_process_computes_on_one_thread():
+    """Threads of several processes on few cores wait for each other, and spin meanwhile."""
+    assert [torch.get_num_threads(), *run(2, torch.get_num_threads)] == [1, 1, 1]
+
+
 VALUES = "AssertionError: assert 4 == 5\n +  where 4 = sum([2, 2])"
 KILL = signal.raise_signal, signal.SIGKILL
 

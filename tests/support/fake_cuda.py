@@ -1,8 +1,8 @@
 """Run one rank of hybrid.py on a pretended GPU, and count what it launches.
 
-    library = build(folder)                            compile the device of fake_cuda.cpp
-    count(library, [(world_size, rank, flags), ...])   return the Counts of a step for each job
-    run(library, command)                              run a Python command that has the device
+    library = build(folder)           compile the device of fake_cuda.cpp
+    count(library, jobs, processes)   return the Counts of a step for each (world_size, rank, flags)
+    run(library, command)             run a Python command that has the device
 
 Tensors are fake: they have shapes but no memory, so one process can be any rank of a model of any
 size. The device takes CUDA's branches in the code, autograd runs its own thread for it, and the
@@ -87,7 +87,7 @@ class Counts:
     error: str = ""  # the traceback of an error that ended the step
 
 
-def count(library, jobs, processes=2):
+def count(library, jobs, processes):
     """Return the Counts of each job (world_size, rank, flags of hybrid.py)."""
     options = {"timeout": 600, "stdout": subprocess.PIPE, "check": True}
 

@@ -46,8 +46,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from _pytest.assertion import install_importhook
-from _pytest.config import default_plugins, get_config
 
 import collectives
 from collectives import schedule_as_batch
@@ -178,8 +176,6 @@ def serve(pipe, stack_pipe):
     """Run a worker process's tasks until one fails or the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.register(signal.SIGUSR1, file=stack_pipe.fileno(), all_threads=True)
-    # As in the parent, asserts of test modules show values. No public function of pytest does this.
-    install_importhook(get_config())
     gc.freeze()
     exitcode = 0
     while exitcode == 0:
@@ -271,12 +267,14 @@ class Pool:
             self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
         # The server imports these once for all workers; optimizers import torch._dynamo (0.9 s).
-        theirs = ["numpy", "pytest", "torch.distributed", "torch._dynamo"]
-        theirs += [f"_pytest.{plugin}" for plugin in default_plugins]
-        ours = [path.stem for path in PROJECT.glob("*.py") if path.stem in sys.modules]
-        context.set_forkserver_preload(theirs + ours)
-        while len(self.workers) < world_size:
-            self.workers.append(Worker(context))
+        # test_gpu.py asks for GPUs when it is imported, and CUDA does not survive a fork.
+        files = [*PROJECT.glob("*.py"), *PROJECT.glob("tests/**/*.py")]
+        ours = {path.stem for path in files} & {*sys.modules} - {"conftest", "test_gpu"}
+        context.set_forkserver_preload(["torch._dynamo", "rewriting", *sorted(ours)])
+        # Python 3.11 to 3.13 do not hand sys.path to the server.
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+            while len(self.workers) < world_size:
+                self.workers.append(Worker(context))
 
     def collect(self, world_size, start, timeout, grace):
         outcomes = [None] * world_size

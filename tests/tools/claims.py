@@ -10,7 +10,7 @@ import gc
 import math
 import sys
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -139,6 +139,7 @@ def count():
     return found | {"experts": _experts()}
 
 
+@cache
 def rows():
     """Return [(claim, formula, value, counted, file of its test, words of the test's name)]."""
     found, crossing, sbh = run(P, count)[0], (P - 1) / P, S * B * H
