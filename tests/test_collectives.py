@@ -361,6 +361,8 @@ def test_the_plain_forms_refuse_unequal_sizes_other_dtypes_and_tensors_with_gaps
                 plain(*wrong)
     with pytest.raises(ValueError, match="output has 3 elements .* input makes 2"):
         plain_reduce_scatter(x(3), x(4))
+    with pytest.raises(ValueError, match="output has 2 elements .* input makes 2.5"):
+        plain_reduce_scatter(x(2), x(5))
     with pytest.raises(ValueError, match="output has 3 elements .* input makes 2"):
         plain_all_to_all(x(3), x(3))
     with pytest.raises(ValueError, match="output has 2 elements .* input makes 3"):
@@ -373,6 +375,9 @@ def test_the_plain_forms_refuse_unequal_sizes_other_dtypes_and_tensors_with_gaps
     ]:
         with pytest.raises(ValueError, match=r"not contiguous: .* shape \(2,\) and strides \(2,\)"):
             plain(*gaps)
+    for plain in (ring_all_reduce, plain_all_reduce):
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            plain(x(2, 3).t())  # the sum would be in a copy
 
 
 def test_a_rank_of_a_tree_has_the_parent_and_the_children_of_its_docstring_farthest_first():

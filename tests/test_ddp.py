@@ -176,6 +176,16 @@ def test_a_group_of_ranks_that_hold_different_parts_of_a_parameter_is_refused_on
         WRAPPERS[kind](net_over(tp_group), dp_group)
 
 
+@on_ranks(4)
+def test_a_fault_of_one_rank_is_raised_on_all_ranks_of_a_table():
+    rank, _ = rank_and_size()
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    axes = groups[rank // 2], groups[2 + rank % 2]  # this rank's row and its column
+    for guilty in range(4):
+        with pytest.raises(ValueError, match=f"^by rank {guilty}$"):
+            ddp.raise_on_all_ranks(f"by rank {guilty}" if rank == guilty else "", axes)
+
+
 @on_ranks(2)
 def test_gradients_that_a_script_keeps_do_not_change_and_those_that_it_sets_are_filled():
     """PyTorch's wrapper does the same."""
@@ -605,6 +615,29 @@ def test_no_pass_begins_while_sums_are_under_way(wait_in_backward):
             begin()
     model.finish_grad_sync()
     assert model.module.weight.grad.item() == 1 - wait_in_backward
+
+
+@on_ranks(2)
+def test_a_backward_in_no_sync_while_sums_are_under_way_is_refused():
+    """A gradient that is added to a sum under way would be lost."""
+    model = DistributedDataParallel(nn.Linear(2, 2), wait_in_backward=False)
+    losses = [model(torch.ones(1, 2)).sum() for _ in range(2)]
+    losses[0].backward()
+    with model.no_sync(), pytest.raises(RuntimeError, match=r"call finish_grad_sync\(\) first"):
+        losses[1].backward()
+    model.finish_grad_sync()
+
+
+@on_ranks(2)
+def test_a_wrapper_that_is_deleted_is_freed_and_reduces_nothing():
+    net = nn.Linear(2, 2)
+    model = DistributedDataParallel(net)
+    alive = weakref.ref(model)
+    del model
+    assert alive() is None
+    with reductions() as tensors:
+        net(torch.ones(1, 2)).sum().backward()
+    assert not tensors
 
 
 @on_ranks(2)

@@ -408,6 +408,11 @@ def test_a_wrapper_does_not_replicate_experts_over_ranks_that_have_others(wrap):
     if wrap is FullyShardedDataParallel:
         assert model.clip_grad_norm_(1.0) > 0
 
+    first = 2 * dist.get_rank(ep_group)
+    experts = Experts(range(first, first + 2), 4, 4, 8)
+    with pytest.raises(ValueError, match=r"over ranks \[0, 1\]"):
+        wrap(PlainMoE(4, 4, 2, experts, ep_group))
+
 
 # ---- waits and launches of the host --------------------------------------------------------------
 

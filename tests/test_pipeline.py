@@ -416,8 +416,24 @@ def test_the_plain_forms_and_the_executor_give_the_same_bits(plain_step, make_sc
     schedule = make_schedule(p, m)
     loss = Pipeline(stage, schedule, _loss, shape=(8 // m, 32)).step(inputs, targets)
     assert loss == (sum(losses) if rank == p - 1 else None)
+    assert not any(loss.requires_grad for loss in losses or ())  # a graph keeps all inputs
     for one, other in zip(plain.parameters(), stage.parameters()):
         assert torch.equal(one.grad, other.grad) and one.grad.any()
+
+
+@pytest.mark.parametrize("plain_step", [gpipe_step, one_f_one_b_step])
+@on_ranks(3)
+def test_a_stage_of_the_plain_forms_may_embed_tokens_or_have_another_width(plain_step):
+    rank, _ = rank_and_size()
+    torch.manual_seed(shifted(0))
+    layers = [nn.Embedding(7, 6), nn.Linear(6, 3), nn.Linear(3, 5)]
+    stages = copy.deepcopy(layers)
+    tokens, targets = torch.randint(7, (4,)), torch.randn(4, 5)
+    _loss(nn.Sequential(*layers)(tokens), targets).backward()
+    inputs = [tokens, torch.empty(4, 6), torch.empty(4, 3)][rank]
+    plain_step(stages[rank], inputs.chunk(2), targets.chunk(2), _loss)
+    for found, expected in zip(stages[rank].parameters(), layers[rank].parameters()):
+        torch.testing.assert_close(found.grad, expected.grad)
 
 
 def _plain_problem(name, p, m, dtype):
@@ -1028,11 +1044,14 @@ def test_errors_name_batches_stages_and_schedules_that_do_not_fit():
     with pytest.raises(ValueError, match="inputs has 8 rows, and targets 4"):
         executor.step(torch.randn(8, 3), batch)  # on both ranks: neither has both ends
     executor.step(batch, batch)
+    wider = Pipeline(stage, gpipe(2, 2), _loss, shape=(2, 3), dtype=torch.float64)
     if rank == 0:
         with pytest.raises(ValueError, match=r"rank 0 made \(4, 3\) .*to be sent like .*2, 3"):
             executor.step(torch.randn(8, 3))
         with pytest.raises(RuntimeError, match="failed"):  # messages of the failed step remain
             executor.step(batch)
+        with pytest.raises(ValueError, match="made .* torch.float32, to be sent like .*float64"):
+            wider.step(batch)
 
 
 @on_ranks(1)

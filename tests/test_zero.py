@@ -27,7 +27,7 @@ from collectives import (
     all_reduce, all_reduce_bytes, count_bytes, gather_objects, observe, rank_and_size,
     reduce_scatter_bytes,
 )
-from ddp import DistributedDataParallel, backward_in_buckets
+from ddp import Bucket, DistributedDataParallel, backward_in_buckets
 from pipeline import WeightGradStore
 from sequence_parallel import recompute_groups
 from tensor_parallel import column_parallel_linear
@@ -40,7 +40,7 @@ from gpu_counts import waits
 from ranks import least_bytes, on_ranks, shifted, soak
 from replicas import (
     Block, assert_close, demonstration, fail, gradients_alone, make_data, make_net, mean_square,
-    own_part, whole_gradients,
+    interleaved_group, own_part, whole_gradients,
 )
 from transformer import Peak, bytes_of_new_tensors
 
@@ -360,9 +360,11 @@ def test_the_short_form_of_stage_2_frees_the_gradients_of_a_unit_before_the_next
         optimizer.step()
         with least_bytes(), count_bytes() as traffic:
             backward_in_buckets(mean_square(net, torch.ones(2, 96) + rank), buckets)
+            held = [bucket.shard_gradient.untyped_storage().nbytes() for bucket in buckets]
             for bucket, update in zip(buckets, updates, strict=True):
                 bucket.step(update)
         assert traffic.bytes() == zero_bytes(2, 4 * 96 * 96 * 4, P)
+        assert held == [96 * 96 * 4 // P] * 4
     assert kept == [1] * 12
     assert [momentum["sum"].numel() for momentum in momenta] == [96 * 96 // P] * 4
     assert_close(net.state_dict(), alone.state_dict(), 1e-5)
@@ -444,6 +446,17 @@ def test_the_straight_path_refuses_a_loss_that_does_not_use_all_parameters():
     units[1](units[0](torch.ones(1, 3))).sum().backward()
     with pytest.raises(AssertionError, match="the loss has not used all parameters of this unit"):
         sequence.finish()
+
+
+@pytest.mark.parametrize("kind", [Bucket, zero.ShardedBucket])
+@on_ranks(1)
+def test_a_bucket_refuses_a_loss_that_does_not_use_all_of_its_parameters_in_a_later_step_too(kind):
+    """It still has the sum of the step before."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    buckets = [kind([*net.parameters()])]
+    backward_in_buckets(net(torch.ones(1, 3)).sum(), buckets)
+    with pytest.raises(AssertionError, match="the loss has not used all parameters of this bucket"):
+        backward_in_buckets(net[0](torch.ones(1, 3)).sum(), buckets)
 
 
 @on_ranks(1)
@@ -1517,6 +1530,7 @@ def test_uses_that_would_give_wrong_results_are_rejected():
         (lambda: copy.deepcopy(model), r"is not copied or pickled: state_dict\(\) is"),
         (lambda: model(x).sum().backward(create_graph=True), "has no gradients of gradients"),
         (lambda: model.load_state_dict(state | {"scale": torch.zeros(2)}), r"scale: \(2,\), not"),
+        (lambda: model.load_state_dict(state | {"head.bias": torch.zeros(7, 1)}), r"\(7, 1\), not"),
         (lambda: model.load_state_dict(state | {"other": x}), 'Unexpected key.*: "other"'),
         (lambda: nn.Sequential(model).state_dict(), r"call state_dict\(\) of the sharded module"),
         (lambda: around(lambda blocks, y: {blocks(y)})(y), "return tensors that a pytree holds"),
@@ -1802,6 +1816,28 @@ def test_weights_changed_by_hand_are_used_or_the_pass_is_rejected(stage):
             loss.backward()
         assert_close(model(x), alone(x))
         assert_close(model.state_dict(), alone.state_dict())
+
+
+@on_ranks(4)
+def test_an_overflow_in_one_ranks_part_skips_the_step_of_all_that_split_or_shard_the_module():
+    """tensor_parallel.py splits it over ranks 0, 2 and 1, 3, and each part has two shards."""
+    tp_group, number = interleaved_group(2, 2)
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    layers = [
+        tensor_parallel.ColumnParallelLinear(8, 12, group=tp_group),
+        tensor_parallel.RowParallelLinear(12, 8, group=tp_group),
+    ]
+    model = FullyShardedDataParallel(nn.Sequential(*layers), pairs[dist.get_rank() // 2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    scaler.scale(mean_square(model, torch.ones(5, 8))).backward()
+    if dist.get_rank() == 0:
+        layers[0].weight.grad.fill_(torch.inf)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**7
+    assert all(map(torch.equal, before, (p.detach() for p in model.parameters())))
 
 
 @on_ranks(2)
