@@ -621,7 +621,7 @@ class Journey:
         if self.operation is not None:
             self.operation.wait()
         rows = self.arriving
-        self.operation = self.arriving = None  # so that their memory is freed after use
+        self.arriving = None  # so that its memory is freed after use
         return rows
 
 
