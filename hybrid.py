@@ -2195,9 +2195,8 @@ def commit(run, partial_path, path, digests):
     os.sync()  # the names of all files, too, are on the disk before the checkpoint gets its own
     partial_path.rename(path)
     for old in checkpoints_of(path.parent)[: -run["keep"]]:
-        old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
-    for old in path.parent.glob("step_*.partial"):  # including those of saves that were killed
-        shutil.rmtree(old, ignore_errors=True)
+        doomed = old.rename(old.with_suffix(".partial"))  # half-deleted, it must not look complete
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def checkpoints_of(folder):
@@ -2368,7 +2367,10 @@ def copy_to_host(state):
 
 
 def claim(folder):
-    """Create the folder. On rank 0, also lock it for as long as the returned file is open."""
+    """Create the folder. On rank 0, also lock it for as long as the returned file is open.
+
+    What a killed save has left is then deleted, as the next save of its step would take it over.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "lock", "a")
     if dist.get_rank() != 0:
@@ -2382,6 +2384,8 @@ def claim(folder):
     file.truncate(0)
     print(time.time_ns(), file=file, flush=True)
     os.fsync(file.fileno())  # now other nodes see it
+    for killed in folder.glob("step_*.partial"):
+        shutil.rmtree(killed, ignore_errors=True)
     return file
 
 

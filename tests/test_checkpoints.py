@@ -818,6 +818,18 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_the_flag(tmp_path)
 
 
 @on_ranks(1)
+def test_files_of_a_killed_save_are_not_in_the_checkpoint_that_takes_its_name(tmp_path):
+    """The killed run had more ranks, whose files the next save of this step does not replace."""
+    killed = tmp_path / "step_00000002.partial"
+    killed.mkdir()
+    (killed / "__1_0.distcp").write_bytes(b"boxes of a second rank")
+    _train("--steps 2", tmp_path)
+    path = tmp_path / "step_00000002"
+    assert hybrid.read_run(path)["step"] == 2
+    assert not (path / "__1_0.distcp").exists()
+
+
+@on_ranks(1)
 def test_only_flags_that_no_weight_depends_on_may_change_when_a_run_continues():
     args = hybrid.parse([], 1)
     free = "dropout sp recompute recompute_layers capacity_factor topk_nodes".split()
