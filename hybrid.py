@@ -628,16 +628,12 @@ class RotaryPositions:
 
     Elements i and i + K/2 of a head are the two coordinates of a point, as in Hugging Face's Llama.
     At position t the point turns by the angle t / theta^(2i/K). A product q . k then depends on the
-    difference of the two positions only.
+    difference of the two positions only. positions: the T positions that this rank of cp holds.
     """
 
-    def __init__(self, width, theta):
-        self.width, self.theta = width, theta
-
-    def set_positions(self, positions):
-        """Set the T positions of a sequence that this rank of cp holds. tp splits heads only."""
-        even = torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device)
-        angles = positions.unsqueeze(1) * self.theta ** (-even / self.width)  # (T, K/2)
+    def __init__(self, width, theta, positions):
+        even = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
+        angles = positions.unsqueeze(1) * theta ** (-even / width)  # (T, K/2)
         dtype = torch.get_default_dtype()
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -811,10 +807,13 @@ class GPT(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.tied = {"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {}
-        self.rotary = None
+        self.activation_positions = positions
+        if config.sp:
+            rank, tp = rank_and_size(parallel.tp_group)
+            self.activation_positions = positions.chunk(tp)[rank]
+        rotary = None
         if config.is_llama:
-            self.rotary = RotaryPositions(config.hidden // config.heads, config.rope_theta)
-        self.set_positions(positions)
+            rotary = RotaryPositions(config.hidden // config.heads, config.rope_theta, positions)
 
         def embedding():
             sizes = config.vocab_size, config.hidden
@@ -829,7 +828,7 @@ class GPT(nn.Module):
             self.transformer["wpe"] = of_own_tokens(wpe, config)
         self.transformer["h"] = nn.ModuleDict()
         for i in layers:
-            block = Block(config, parallel, self.rotary, config.has_experts(i))
+            block = Block(config, parallel, rotary, config.has_experts(i))
             self.transformer["h"][str(i)] = block
         if self.is_last:
             self.transformer["ln_f"] = make_norm(config)
@@ -855,15 +854,6 @@ class GPT(nn.Module):
                 sequence_parallel=self.config.sp, defer=self.parallel.defer,
             )  # (T, B, V/tp)  # fmt: skip
         return x
-
-    def set_positions(self, positions):
-        """Set the T positions. With sp, this rank of tp has a chunk of them between layers."""
-        if self.rotary:
-            self.rotary.set_positions(positions)
-        self.activation_positions = positions
-        if self.config.sp:
-            rank, tp = rank_and_size(self.parallel.tp_group)
-            self.activation_positions = positions.chunk(tp)[rank]
 
 
 # ---- where each parameter lives ------------------------------------------------------------------
@@ -1903,8 +1893,8 @@ def sample(trainer, prompt, count):
     """Continue a list of tokens by `count` tokens, and return these, on all ranks. Collective.
 
     Every token takes a forward of one row through the whole layout, and replicas compute the same.
-    This is slow (200 tokens of the default model take as long as some ten validations) but needs
-    no code of its own in any layer. A row has the last tokens, --seq-len at most, and then zeros,
+    This is slow (200 tokens take at least as long as a validation of 200 sequences) but needs no
+    code of its own in any layer. A row has --seq-len tokens: the last ones at most, and then zeros,
     at which causal attention does not look.
 
     All layouts write the same text in exact arithmetic. --capacity-factor and --topk-nodes are
@@ -1912,33 +1902,17 @@ def sample(trainer, prompt, count):
     changes: neither random states nor tallies of experts nor weights.
     """
     args = trainer.args
-    divisor = 2 * args.cp * args.tp  # cp cuts a row into 2 cp chunks, and sp and MoE cut by tp
-    length = math.ceil((len(prompt) + count) / divisor) * divisor
-    length = min(length, args.seq_len)
     random = np.random.default_rng([args.seed, trainer.steps_done])
     tokens = list(prompt)
     for chunk in trainer.chunks:
         chunk.eval()
-    set_length(trainer, length)
-    try:
-        pipeline = pipeline_of_rows(trainer)
-        for _ in range(count):
-            logits = next_logits(trainer, pipeline, tokens[-length:], length)
-            token = choose_token(logits, args.temperature, random)
-            broadcast(token)  # rank 0's, since rounding may differ between replicas
-            tokens.append(token.item())
-    finally:
-        set_length(trainer, args.seq_len)
+    pipeline = pipeline_of_rows(trainer)
+    for _ in range(count):
+        logits = next_logits(trainer, pipeline, tokens[-args.seq_len :])
+        token = choose_token(logits, args.temperature, random)
+        broadcast(token)  # rank 0's, since rounding may differ between replicas
+        tokens.append(token.item())
     return tokens[len(prompt) :]
-
-
-def set_length(trainer, length):
-    """Make all chunks process sequences of this length."""
-    trainer.positions = torch.arange(length)
-    if trainer.args.cp > 1:
-        trainer.positions = context_positions(length, trainer.mesh.cp_group)
-    for chunk in trainer.chunks:
-        chunk.set_positions(trainer.positions.to(trainer.device))
 
 
 def pipeline_of_rows(trainer):
@@ -1956,9 +1930,9 @@ def pipeline_of_rows(trainer):
     )  # fmt: skip
 
 
-def next_logits(trainer, pipeline, window, length):
-    """Return the logits (V,) of the token that follows the window of at most `length` tokens."""
-    row = torch.tensor([window + [0] * (length - len(window))])
+def next_logits(trainer, pipeline, window):
+    """Return the logits (V,) of the token that follows the window of at most --seq-len tokens."""
+    row = torch.tensor([window + [0] * (trainer.args.seq_len - len(window))])
     (row,) = trainer.own_tokens(row)  # (1, T)
     output = pipeline.step(row, row)
     logits = torch.zeros(trainer.args.vocab_size, dtype=torch.float64, device=trainer.device)
