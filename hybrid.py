@@ -2835,13 +2835,6 @@ RULES = {
     "cp_method != 'ulysses' or cp % (kv_heads // tp) == 0 or kv_heads % (tp * cp) == 0":
         "tp x cp does not divide the heads of keys and values, and these do not divide it",
 }  # fmt: skip
-# What slows a run down unless it holds. Rank 0 says so at the start.
-SLOW = {
-    "per_node % tp == 0": "each layer waits for sums between nodes of {per_node} ranks",
-    "pp == 1 or microbatches >= 2 * pp": "ranks of the pipeline are idle for much of the time",
-    "ep_nodes == 1 or topk_nodes < ep_nodes or top_k == 1":
-        "a token may use experts on several of the {ep_nodes} nodes of --ep {ep}",
-}  # fmt: skip
 
 
 def parse(argv, world_size, per_node=None):
@@ -2918,16 +2911,9 @@ def check(args, given):
     for name, rule in NEEDS.items():
         if name in given and given[name] != NOTHING.get(name):
             need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
-    for sentence in broken(RULES, args):
-        raise ValueError(sentence)
-
-
-def broken(rules, args):
-    """Yield a sentence, which begins with flags and their values, for each rule that is broken."""
-    for rule, fault in rules.items():
-        if not holds(rule, args):
-            names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
-            yield f"{typed(args, *names)}: {fault.format_map(vars(args))}"
+    for rule, fault in RULES.items():
+        names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
+        need(holds(rule, args), f"{typed(args, *names)}: {fault.format_map(vars(args))}")
 
 
 def holds(rule, args):
@@ -3114,18 +3100,14 @@ def timeout_of(argv):
 def perform(argv, work):
     """Return the exit status of work(), or of a TrainingError, which all ranks raise. Collective.
     """
-    rank = dist.get_rank()
     try:
         args, device = agree(argv)
-        for sentence in broken(SLOW, args):
-            if rank == 0:
-                say(f"warning: {sentence}")
         torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
         gc.freeze()  # what was imported is never garbage, so collections need not look at it
         gc.disable()  # train() collects, at the same steps on all ranks
         return work(args, device) or 0
     except TrainingError as error:
-        if rank == 0:
+        if dist.get_rank() == 0:
             say(f"error: {error}")
         return error.status
 
