@@ -69,7 +69,7 @@ from collections import ChainMap, Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -1565,7 +1565,6 @@ def train(args, device):
     Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving. A
     save that is under way ends first.
     """
-    on_all_ranks(check_memory, args, device)
     data, data_digest = read_data(args)
     prompt = on_all_ranks(prompt_of, args, data, prefix="--prompt: ")
     trainer = Trainer(args, make_mesh(args, device=device), device)
@@ -1842,23 +1841,6 @@ def read_text(path):
                 fault = f'{path.name}: line {number} is no JSON object with a "text"'
                 raise ValueError(fault) from None
     return np.frombuffer(DOCUMENT_END.join(texts), np.uint8)
-
-
-def check_memory(args, device):
-    """Raise ValueError if batches or, on CPUs, weights take more memory than the machine has.
-
-    Linux would swap for minutes, and then kill a process. A GPU says by itself that it is full.
-    """
-    nbytes = 24 * args.batch_size // args.dp * (args.seq_len + 1)  # tokens, three times as int64
-    if device.type == "cpu":
-        whole = replace(args, top_k=args.experts)  # its tokens use all weights, at 2 FLOPs each
-        flops = sum(forward_flops(whole, args.has_experts(i))[0] for i in range(args.layers))
-        weights = flops // 2 + args.hidden * args.vocab_size
-        nbytes += 4 * weights // (args.pp * max(args.tp, args.ep))  # if tp or ep divides them all
-    names = "batch_size seq_len layers hidden ffn vocab_size experts shared_experts".split()
-    size = f"{args.per_node * nbytes / 2**30:,.0f} GiB or more of memory"
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    need(args.per_node * nbytes < memory, f"{typed(args, *names)}: a machine needs {size}")
 
 
 # ---- samples -------------------------------------------------------------------------------------
