@@ -1192,8 +1192,7 @@ def adamw(args, groups):
 
     Its state_dict() must have all its state, which is tensors of their weight's shape, and "step",
     the number of steps: checkpoints have nothing else, see require_savable(). Its class says
-    `elementwise = True`. If it is fused, its step() must change nothing where found_inf is 1, see
-    update().
+    `elementwise = True`.
     """
     dtype = torch.bfloat16 if args.moments == "bf16" else torch.get_default_dtype()
     return AdamW(
@@ -1291,21 +1290,18 @@ class Trainer:
         loss = self.forward_backward(inputs, targets)
         norm = self.clip_gradients()
         tallies = sum_tallies(self.mixtures, args, self.mesh, self.device)
-        # The device decides whether to update, so the host launches the update without waiting.
-        is_finite = torch.stack([loss, norm]).isfinite().all()
-        rate = learning_rate(self.steps_done, args)
-        self.update(rate, tallies, is_finite)
-        self.has_stepped = True
         scalars = {"loss": loss, "grad_norm": norm}
         if args.experts:
             scalars |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        # Here the host waits for the device. Elsewhere it does so only in layers with experts, and
-        # in update() for an optimizer that is not fused.
+        # Here the host waits for the device, once. In layers it does so only if they have experts.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             # all ranks come here or none, since sums have equal bits on all ranks
             numbers = "loss {loss:.4f}, grad norm {grad_norm:.3f}".format_map(metrics)
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {numbers}")
+        rate = learning_rate(self.steps_done, args)
+        self.update(rate, tallies)
+        self.has_stepped = True
         self.steps_done += 1
         return metrics | {"lr": rate}
 
@@ -1393,20 +1389,14 @@ class Trainer:
             norms.append(get_total_norm([nothing, *counted], groups=groups))
         return get_total_norm(norms, groups=[self.mesh.pp_group])
 
-    def update(self, rate, tallies, is_finite):
-        """Update weights and the routers' biases if is_finite, a tensor on the device, is true."""
+    def update(self, rate, tallies):
+        """Update weights at this learning rate, and the routers' biases by their experts' loads."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self.optimizer.defaults.get("fused"):
-            # as with torch.amp.GradScaler, a fused step changes nothing if this is 1
-            self.optimizer.found_inf = (~is_finite).float()
-            self.optimizer.step()
-        elif is_finite:  # for which the host waits
-            self.optimizer.step()
+        self.optimizer.step()
         if self.args.balance == "bias":
             for number, layer in self.mixtures.items():
-                loads = tallies[number, : layer.num_experts]
-                layer.router.update_bias(loads * is_finite)  # loads that are all 0 change no bias
+                layer.router.update_bias(tallies[number, : layer.num_experts])
 
     def batch_of(self, data, step, part="train"):
         """Return this rank's inputs and targets, (batch_size / dp, seq_len), of a batch of Data."""
