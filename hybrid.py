@@ -943,7 +943,6 @@ class Placement:
     is_tied: bool  # embedding and head share it. If two chunks have it, they sum its gradient
     is_original: bool  # False if another chunk has the original
     is_buffer: bool  # a buffer, such as the bias of a router
-    is_saved: bool  # checkpoints hold it, unlike buffers that are not persistent
 
     @property
     def tensor(self):
@@ -966,7 +965,6 @@ def placements_of(chunks, homes, replicated):
     placements = []
     for number, chunk in enumerate(chunks):
         buffers = dict(chunk.named_buffers())
-        saved = chunk.state_dict()
         for name in [*dict(chunk.named_parameters()), *buffers]:
             path, _, attribute = name.rpartition(".")
             module = chunk.get_submodule(path)
@@ -985,7 +983,6 @@ def placements_of(chunks, homes, replicated):
                 is_tied=original in chunk.tied.values(),
                 is_original=name == original and not (replicated and number == 1),
                 is_buffer=name in buffers,
-                is_saved=name in saved,
             )
             placements.append(placement)
     return placements
@@ -2056,30 +2053,25 @@ class Boxes(torch.Tensor):
         return self.boxes[index.offset]
 
 
-def boxes_of(placements, value=lambda tensor: tensor):
-    """Return {name in the whole model: Boxes} of parameters and buffers.
-
-    value: maps a parameter or buffer to the tensor to save for it, or to None to leave it out.
-    """
-    result = {}
-    for row in placements:
-        tensor = value(row.tensor)
-        if row.is_saved and tensor is not None:
-            whole = views_in_whole(row.tensor, tensor, row.part)
-            result[row.name] = Boxes(tensor.dtype, *whole)
-    return result
+def boxes_of(placement, tensor):
+    """Return the Boxes of a tensor that lies where a Placement says: its own, or a moment of it."""
+    whole = views_in_whole(placement.tensor, tensor, placement.part)
+    return Boxes(tensor.dtype, *whole)
 
 
 def state_of(trainer, placements):
-    """Return {kind: boxes_of()} of weights and of their moments. Even with bf16, weights are fp32.
+    """Return {kind: {name: Boxes}} of weights, in fp32 also with --dtype bf16, and of their moments.
 
     The kind of weights is "model". That of moments is their name in the optimizer's state.
     """
-    state = {"model": boxes_of(placements)}
-    for row in placements:
-        for kind, value in trainer.optimizer.state.get(row.tensor, {}).items():
-            if is_moment(value, row.tensor):
-                state.setdefault(kind, {}).update(boxes_of([row], lambda _: value))
+    state = {"model": {}}
+    for placement in placements:
+        name = placement.name
+        weight = placement.tensor
+        state["model"][name] = boxes_of(placement, weight)
+        for kind, value in trainer.optimizer.state.get(weight, {}).items():
+            if is_moment(value, weight):
+                state.setdefault(kind, {})[name] = boxes_of(placement, value)
     return state
 
 
@@ -2092,8 +2084,8 @@ def states_of_chunks(trainer):
     """Return a list of state_of() each chunk, as two chunks may have weights of the same name."""
     states = []
     for number in range(len(trainer.chunks)):
-        placements = [row for row in trainer.placements if row.chunk == number]
-        states.append(state_of(trainer, placements))
+        own = [placement for placement in trainer.placements if placement.chunk == number]
+        states.append(state_of(trainer, own))
     return states
 
 
@@ -2624,8 +2616,8 @@ class Log:
 def describe(trainer):
     """Return lines that say how large the model is and how the run is laid out. Collective."""
     args = trainer.args
-    own = boxes_of([row for row in trainer.originals() if not row.is_buffer])
-    sizes = {name: whole.numel() for name, whole in own.items()}
+    weights = [placement for placement in trainer.originals() if not placement.is_buffer]
+    sizes = {weight.name: boxes_of(weight, weight.tensor).numel() for weight in weights}
     parameters = sum(ChainMap(*gather_objects(sizes)).values())  # each name counts once
     device = trainer.device.type
     if device == "cuda":
