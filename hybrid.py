@@ -2060,7 +2060,7 @@ def boxes_of(placement, tensor):
 
 
 def state_of(trainer, placements):
-    """Return {kind: {name: Boxes}} of weights, in fp32 also with --dtype bf16, and of their moments.
+    """Return {kind: {name: Boxes}} of weights, also with bf16 in fp32, and of their moments.
 
     The kind of weights is "model". That of moments is their name in the optimizer's state.
     """
