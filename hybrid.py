@@ -54,7 +54,6 @@ import ctypes
 import fcntl
 import gc
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -68,7 +67,7 @@ import time
 from collections import ChainMap, Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
@@ -1578,7 +1577,7 @@ def train(args, device):
                 require_equal_gradients(trainer)
             must_stop = saver is not None and saver.must_stop()
             is_last = must_stop or trainer.steps_done == args.steps
-            log.step(metrics, time.perf_counter() - began, must_print=must_stop)
+            log.step(metrics, time.perf_counter() - began)
             if trainer.steps_done % GARBAGE_EVERY == 0:
                 gc.collect()  # on all ranks at the same time
             if is_last or (args.save_every and trainer.steps_done % args.save_every == 0):
@@ -2564,7 +2563,7 @@ class Log:
         for line in describe(trainer):
             self.say(line)
 
-    def step(self, metrics, seconds, must_print=False):
+    def step(self, metrics, seconds):
         """Report the metrics of a step that took so many seconds."""
         args = self.trainer.args
         step = self.trainer.steps_done
@@ -2580,7 +2579,7 @@ class Log:
         times = {"tokens_seen": step * tokens, "elapsed_s": elapsed, "left_s": left}
         self.write({"step": step} | numbers | times)
         every = args.print_every or max(1, round(args.steps / 40))
-        if step in (self.first_step, args.steps) or must_print or step % every == 0:
+        if step in (self.first_step, args.steps) or step % every == 0:
             line = f"step {step} of {args.steps}"
             for name, number in numbers.items():
                 digits = ",.0f" if number >= 100 else ".4g"
@@ -3086,9 +3085,7 @@ def agree(argv):
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     # ranks of a node are consecutive, so every run of so many ranks is on one node
     per_node = math.gcd(*gather_objects(local_size))
-    # --help is printed once
-    with nullcontext() if rank == 0 else redirect_stdout(io.StringIO()):
-        args = on_all_ranks(parse, argv, world_size, per_node)
+    args = on_all_ranks(parse, argv, world_size, per_node)
     local_rank = int(os.environ.get("LOCAL_RANK", rank % local_size))
     device = on_all_ranks(choose_device, args, local_rank, local_size)
     own = {name: value for name, value in flags_of(args).items() if name not in PATHS}
