@@ -1862,8 +1862,8 @@ def sample(trainer, prompt, count):
 
     Every token takes a forward of one row through the whole layout, and replicas compute the same.
     This is slow (200 tokens take at least as long as a validation of 200 sequences) but needs no
-    code of its own in any layer. A row has --seq-len tokens: the last ones at most, and then zeros,
-    at which causal attention does not look.
+    code of its own in any layer. A row has --seq-len tokens: the last ones of the text and, while
+    the text is shorter, zeros after it, at which causal attention does not look.
 
     All layouts write the same text in exact arithmetic. --capacity-factor and --topk-nodes are
     exceptions, as the experts that a token uses then depend on the layout. In training, nothing
@@ -3019,9 +3019,9 @@ def main(argv=None, work=train):
         status = perform(argv, work)
         barrier()  # no rank may close connections that another still uses
     except Exception as error:
-        # Other ranks fail because this one does, or this one because another has failed. They may
-        # be waiting, or gone, so it says nothing to them. A cause is told even if others have lost
-        # this rank before.
+        # If one rank raises an error, the others lose their connection to it, and come here, too.
+        # A lost connection is told only if nothing has failed before. A cause is told in any case,
+        # but by one rank, since all may have the same one.
         is_first = is_first_with(store, "failure")
         if is_lost_connection(error):
             if is_first:
