@@ -54,7 +54,6 @@ import ctypes
 import fcntl
 import gc
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -68,8 +67,8 @@ import time
 from collections import ChainMap, Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field, fields, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -84,7 +83,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint import metadata, planner
-from torch.utils._pytree import tree_leaves
 
 from collectives import (
     all_reduce, any_rank, barrier, broadcast, gather_objects, rank_and_size,
@@ -628,16 +626,12 @@ class RotaryPositions:
 
     Elements i and i + K/2 of a head are the two coordinates of a point, as in Hugging Face's Llama.
     At position t the point turns by the angle t / theta^(2i/K). A product q . k then depends on the
-    difference of the two positions only.
+    difference of the two positions only. positions: the T positions that this rank of cp holds.
     """
 
-    def __init__(self, width, theta):
-        self.width, self.theta = width, theta
-
-    def set_positions(self, positions):
-        """Set the T positions of a sequence that this rank of cp holds. tp splits heads only."""
-        even = torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device)
-        angles = positions.unsqueeze(1) * self.theta ** (-even / self.width)  # (T, K/2)
+    def __init__(self, width, theta, positions):
+        even = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
+        angles = positions.unsqueeze(1) * theta ** (-even / width)  # (T, K/2)
         dtype = torch.get_default_dtype()
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -811,10 +805,13 @@ class GPT(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.tied = {"lm_head.weight": "transformer.wte.weight"} if config.is_tied else {}
-        self.rotary = None
+        self.activation_positions = positions
+        if config.sp:
+            rank, tp = rank_and_size(parallel.tp_group)
+            self.activation_positions = positions.chunk(tp)[rank]
+        rotary = None
         if config.is_llama:
-            self.rotary = RotaryPositions(config.hidden // config.heads, config.rope_theta)
-        self.set_positions(positions)
+            rotary = RotaryPositions(config.hidden // config.heads, config.rope_theta, positions)
 
         def embedding():
             sizes = config.vocab_size, config.hidden
@@ -829,7 +826,7 @@ class GPT(nn.Module):
             self.transformer["wpe"] = of_own_tokens(wpe, config)
         self.transformer["h"] = nn.ModuleDict()
         for i in layers:
-            block = Block(config, parallel, self.rotary, config.has_experts(i))
+            block = Block(config, parallel, rotary, config.has_experts(i))
             self.transformer["h"][str(i)] = block
         if self.is_last:
             self.transformer["ln_f"] = make_norm(config)
@@ -855,15 +852,6 @@ class GPT(nn.Module):
                 sequence_parallel=self.config.sp, defer=self.parallel.defer,
             )  # (T, B, V/tp)  # fmt: skip
         return x
-
-    def set_positions(self, positions):
-        """Set the T positions. With sp, this rank of tp has a chunk of them between layers."""
-        if self.rotary:
-            self.rotary.set_positions(positions)
-        self.activation_positions = positions
-        if self.config.sp:
-            rank, tp = rank_and_size(self.parallel.tp_group)
-            self.activation_positions = positions.chunk(tp)[rank]
 
 
 # ---- where each parameter lives ------------------------------------------------------------------
@@ -954,7 +942,6 @@ class Placement:
     is_tied: bool  # embedding and head share it. If two chunks have it, they sum its gradient
     is_original: bool  # False if another chunk has the original
     is_buffer: bool  # a buffer, such as the bias of a router
-    is_saved: bool  # checkpoints hold it, unlike buffers that are not persistent
 
     @property
     def tensor(self):
@@ -977,7 +964,6 @@ def placements_of(chunks, homes, replicated):
     placements = []
     for number, chunk in enumerate(chunks):
         buffers = dict(chunk.named_buffers())
-        saved = chunk.state_dict()
         for name in [*dict(chunk.named_parameters()), *buffers]:
             path, _, attribute = name.rpartition(".")
             module = chunk.get_submodule(path)
@@ -996,7 +982,6 @@ def placements_of(chunks, homes, replicated):
                 is_tied=original in chunk.tied.values(),
                 is_original=name == original and not (replicated and number == 1),
                 is_buffer=name in buffers,
-                is_saved=name in saved,
             )
             placements.append(placement)
     return placements
@@ -1201,9 +1186,9 @@ def make_optimizer(args, parameters):
 def adamw(args, groups):
     """Create AdamW. Another optimizer that updates each element by itself may stand here instead.
 
-    Its state must be tensors of their weight's shape, and "step", the number of steps. Checkpoints
-    have nothing else, see require_savable(). Its class says `elementwise = True`. If it is fused,
-    its step() must change nothing where found_inf is 1, see update().
+    Its state_dict() must have all its state, which is tensors of their weight's shape, and "step",
+    the number of steps: checkpoints have nothing else, see require_savable(). Its class says
+    `elementwise = True`.
     """
     dtype = torch.bfloat16 if args.moments == "bf16" else torch.get_default_dtype()
     return AdamW(
@@ -1301,21 +1286,18 @@ class Trainer:
         loss = self.forward_backward(inputs, targets)
         norm = self.clip_gradients()
         tallies = sum_tallies(self.mixtures, args, self.mesh, self.device)
-        # The device decides whether to update, so the host launches the update without waiting.
-        is_finite = torch.stack([loss, norm]).isfinite().all()
-        rate = learning_rate(self.steps_done, args)
-        self.update(rate, tallies, is_finite)
-        self.has_stepped = True
         scalars = {"loss": loss, "grad_norm": norm}
         if args.experts:
             scalars |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        # Here the host waits for the device. Elsewhere it does so only in layers with experts, and
-        # in update() for an optimizer that is not fused.
+        # Here the host waits for the device, once. In layers it does so only if they have experts.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             # all ranks come here or none, since sums have equal bits on all ranks
             numbers = "loss {loss:.4f}, grad norm {grad_norm:.3f}".format_map(metrics)
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {numbers}")
+        rate = learning_rate(self.steps_done, args)
+        self.update(rate, tallies)
+        self.has_stepped = True
         self.steps_done += 1
         return metrics | {"lr": rate}
 
@@ -1403,20 +1385,14 @@ class Trainer:
             norms.append(get_total_norm([nothing, *counted], groups=groups))
         return get_total_norm(norms, groups=[self.mesh.pp_group])
 
-    def update(self, rate, tallies, is_finite):
-        """Update weights and the routers' biases if is_finite, a tensor on the device, is true."""
+    def update(self, rate, tallies):
+        """Update weights at this learning rate, and the routers' biases by their experts' loads."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self.optimizer.defaults.get("fused"):
-            # as with torch.amp.GradScaler, a fused step changes nothing if this is 1
-            self.optimizer.found_inf = (~is_finite).float()
-            self.optimizer.step()
-        elif is_finite:  # for which the host waits
-            self.optimizer.step()
+        self.optimizer.step()
         if self.args.balance == "bias":
             for number, layer in self.mixtures.items():
-                loads = tallies[number, : layer.num_experts]
-                layer.router.update_bias(loads * is_finite)  # loads that are all 0 change no bias
+                layer.router.update_bias(tallies[number, : layer.num_experts])
 
     def batch_of(self, data, step, part="train"):
         """Return this rank's inputs and targets, (batch_size / dp, seq_len), of a batch of Data."""
@@ -1575,7 +1551,6 @@ def train(args, device):
     Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving. A
     save that is under way ends first.
     """
-    on_all_ranks(check_memory, args, device)
     data, data_digest = read_data(args)
     prompt = on_all_ranks(prompt_of, args, data, prefix="--prompt: ")
     trainer = Trainer(args, make_mesh(args, device=device), device)
@@ -1602,7 +1577,7 @@ def train(args, device):
                 require_equal_gradients(trainer)
             must_stop = saver is not None and saver.must_stop()
             is_last = must_stop or trainer.steps_done == args.steps
-            log.step(metrics, time.perf_counter() - began, must_print=must_stop)
+            log.step(metrics, time.perf_counter() - began)
             if trainer.steps_done % GARBAGE_EVERY == 0:
                 gc.collect()  # on all ranks at the same time
             if is_last or (args.save_every and trainer.steps_done % args.save_every == 0):
@@ -1854,23 +1829,6 @@ def read_text(path):
     return np.frombuffer(DOCUMENT_END.join(texts), np.uint8)
 
 
-def check_memory(args, device):
-    """Raise ValueError if batches or, on CPUs, weights take more memory than the machine has.
-
-    Linux would swap for minutes, and then kill a process. A GPU says by itself that it is full.
-    """
-    nbytes = 24 * args.batch_size // args.dp * (args.seq_len + 1)  # tokens, three times as int64
-    if device.type == "cpu":
-        whole = replace(args, top_k=args.experts)  # its tokens use all weights, at 2 FLOPs each
-        flops = sum(forward_flops(whole, args.has_experts(i))[0] for i in range(args.layers))
-        weights = flops // 2 + args.hidden * args.vocab_size
-        nbytes += 4 * weights // (args.pp * max(args.tp, args.ep))  # if tp or ep divides them all
-    names = "batch_size seq_len layers hidden ffn vocab_size experts shared_experts".split()
-    size = f"{args.per_node * nbytes / 2**30:,.0f} GiB or more of memory"
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    need(args.per_node * nbytes < memory, f"{typed(args, *names)}: a machine needs {size}")
-
-
 # ---- samples -------------------------------------------------------------------------------------
 
 
@@ -1903,42 +1861,26 @@ def sample(trainer, prompt, count):
     """Continue a list of tokens by `count` tokens, and return these, on all ranks. Collective.
 
     Every token takes a forward of one row through the whole layout, and replicas compute the same.
-    This is slow (200 tokens of the default model take as long as some ten validations) but needs
-    no code of its own in any layer. A row has the last tokens, --seq-len at most, and then zeros,
-    at which causal attention does not look.
+    This is slow (200 tokens take at least as long as a validation of 200 sequences) but needs no
+    code of its own in any layer. A row has --seq-len tokens: the last ones of the text and, while
+    the text is shorter, zeros after it, at which causal attention does not look.
 
     All layouts write the same text in exact arithmetic. --capacity-factor and --topk-nodes are
     exceptions, as the experts that a token uses then depend on the layout. In training, nothing
     changes: neither random states nor tallies of experts nor weights.
     """
     args = trainer.args
-    divisor = 2 * args.cp * args.tp  # cp cuts a row into 2 cp chunks, and sp and MoE cut by tp
-    length = math.ceil((len(prompt) + count) / divisor) * divisor
-    length = min(length, args.seq_len)
     random = np.random.default_rng([args.seed, trainer.steps_done])
     tokens = list(prompt)
     for chunk in trainer.chunks:
         chunk.eval()
-    set_length(trainer, length)
-    try:
-        pipeline = pipeline_of_rows(trainer)
-        for _ in range(count):
-            logits = next_logits(trainer, pipeline, tokens[-length:], length)
-            token = choose_token(logits, args.temperature, random)
-            broadcast(token)  # rank 0's, since rounding may differ between replicas
-            tokens.append(token.item())
-    finally:
-        set_length(trainer, args.seq_len)
+    pipeline = pipeline_of_rows(trainer)
+    for _ in range(count):
+        logits = next_logits(trainer, pipeline, tokens[-args.seq_len :])
+        token = choose_token(logits, args.temperature, random)
+        broadcast(token)  # rank 0's, since rounding may differ between replicas
+        tokens.append(token.item())
     return tokens[len(prompt) :]
-
-
-def set_length(trainer, length):
-    """Make all chunks process sequences of this length."""
-    trainer.positions = torch.arange(length)
-    if trainer.args.cp > 1:
-        trainer.positions = context_positions(length, trainer.mesh.cp_group)
-    for chunk in trainer.chunks:
-        chunk.set_positions(trainer.positions.to(trainer.device))
 
 
 def pipeline_of_rows(trainer):
@@ -1956,9 +1898,9 @@ def pipeline_of_rows(trainer):
     )  # fmt: skip
 
 
-def next_logits(trainer, pipeline, window, length):
-    """Return the logits (V,) of the token that follows the window of at most `length` tokens."""
-    row = torch.tensor([window + [0] * (length - len(window))])
+def next_logits(trainer, pipeline, window):
+    """Return the logits (V,) of the token that follows the window of at most --seq-len tokens."""
+    row = torch.tensor([window + [0] * (trainer.args.seq_len - len(window))])
     (row,) = trainer.own_tokens(row)  # (1, T)
     output = pipeline.step(row, row)
     logits = torch.zeros(trainer.args.vocab_size, dtype=torch.float64, device=trainer.device)
@@ -2110,30 +2052,25 @@ class Boxes(torch.Tensor):
         return self.boxes[index.offset]
 
 
-def boxes_of(placements, value=lambda tensor: tensor):
-    """Return {name in the whole model: Boxes} of parameters and buffers.
-
-    value: maps a parameter or buffer to the tensor to save for it, or to None to leave it out.
-    """
-    result = {}
-    for row in placements:
-        tensor = value(row.tensor)
-        if row.is_saved and tensor is not None:
-            whole = views_in_whole(row.tensor, tensor, row.part)
-            result[row.name] = Boxes(tensor.dtype, *whole)
-    return result
+def boxes_of(placement, tensor):
+    """Return the Boxes of a tensor that lies where a Placement says: its own, or a moment of it."""
+    whole = views_in_whole(placement.tensor, tensor, placement.part)
+    return Boxes(tensor.dtype, *whole)
 
 
 def state_of(trainer, placements):
-    """Return {kind: boxes_of()} of weights and of their moments. Even with bf16, weights are fp32.
+    """Return {kind: {name: Boxes}} of weights, also with bf16 in fp32, and of their moments.
 
     The kind of weights is "model". That of moments is their name in the optimizer's state.
     """
-    state = {"model": boxes_of(placements)}
-    for row in placements:
-        for kind, value in trainer.optimizer.state.get(row.tensor, {}).items():
-            if is_moment(value, row.tensor):
-                state.setdefault(kind, {}).update(boxes_of([row], lambda _: value))
+    state = {"model": {}}
+    for placement in placements:
+        name = placement.name
+        weight = placement.tensor
+        state["model"][name] = boxes_of(placement, weight)
+        for kind, value in trainer.optimizer.state.get(weight, {}).items():
+            if is_moment(value, weight):
+                state.setdefault(kind, {})[name] = boxes_of(placement, value)
     return state
 
 
@@ -2146,8 +2083,8 @@ def states_of_chunks(trainer):
     """Return a list of state_of() each chunk, as two chunks may have weights of the same name."""
     states = []
     for number in range(len(trainer.chunks)):
-        placements = [row for row in trainer.placements if row.chunk == number]
-        states.append(state_of(trainer, placements))
+        own = [placement for placement in trainer.placements if placement.chunk == number]
+        states.append(state_of(trainer, own))
     return states
 
 
@@ -2195,9 +2132,8 @@ def commit(run, partial_path, path, digests):
     os.sync()  # the names of all files, too, are on the disk before the checkpoint gets its own
     partial_path.rename(path)
     for old in checkpoints_of(path.parent)[: -run["keep"]]:
-        old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
-    for old in path.parent.glob("step_*.partial"):  # including those of saves that were killed
-        shutil.rmtree(old, ignore_errors=True)
+        doomed = old.rename(old.with_suffix(".partial"))  # half-deleted, it must not look complete
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def checkpoints_of(folder):
@@ -2287,7 +2223,7 @@ class Saver:
         self.lock = on_all_ranks(claim, self.folder, prefix=self.prefix)
         require_shared(self.folder, self.prefix)
         self.data_digest = data_digest
-        self.settings = settings_of(trainer.optimizer)
+        self.options = group_options(trainer.optimizer)
         self.sigterm = False
         # in it, a rank whose file system is slow keeps the others waiting, at most for --timeout
         self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
@@ -2300,7 +2236,7 @@ class Saver:
         """Begin to write a checkpoint."""
         self.wait()
         trainer = self.trainer
-        on_all_ranks(require_savable, trainer, self.settings, prefix=self.prefix, status=1)
+        on_all_ranks(require_savable, trainer, self.options, prefix=self.prefix, status=1)
         state = copy_to_host(state_of(trainer, trainer.originals()))
         copied = None
         if trainer.device.type == "cuda":
@@ -2368,7 +2304,10 @@ def copy_to_host(state):
 
 
 def claim(folder):
-    """Create the folder. On rank 0, also lock it for as long as the returned file is open."""
+    """Create the folder. On rank 0, also lock it for as long as the returned file is open.
+
+    What a killed save has left is then deleted, as the next save of its step would take it over.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "lock", "a")
     if dist.get_rank() != 0:
@@ -2382,6 +2321,8 @@ def claim(folder):
     file.truncate(0)
     print(time.time_ns(), file=file, flush=True)
     os.fsync(file.fileno())  # now other nodes see it
+    for killed in folder.glob("step_*.partial"):
+        shutil.rmtree(killed, ignore_errors=True)
     return file
 
 
@@ -2466,15 +2407,16 @@ def require_all_kinds(path, kinds):
     need(not lost, f"after its first step, the optimizer has no {', '.join(sorted(lost))}")
 
 
-def require_savable(trainer, settings):
-    """Raise ValueError if the optimizer has state that a checkpoint would lose.
+def require_savable(trainer, options):
+    """Raise ValueError if the optimizer's state_dict() has what a checkpoint would lose.
 
-    It has only moments, and the step, which is the trainer's. settings: settings_of() the optimizer
-    before its first step.
+    It may have moments, the step, which is the trainer's, and options that stay as they are.
+    options: group_options() of the optimizer before its first step.
     """
     optimizer = trainer.optimizer
-    changed = [setting for setting in settings_of(optimizer) if setting not in settings]
-    lost = {name for _, name, _ in changed}
+    lost = set()
+    for before, after in zip(options, group_options(optimizer)):
+        lost |= {name for name in after if name not in before or after[name] != before[name]}
     steps = []
     for weight, state in optimizer.state.items():
         for name, value in state.items():
@@ -2488,24 +2430,11 @@ def require_savable(trainer, settings):
     need(not lost, f"{who}: checkpoints have only state of the weights' shapes, and the step")
 
 
-def settings_of(optimizer):
-    """Return [(number, name, value)] of what an optimizer keeps beside its state.
-
-    They are its attributes, number 0, and the options of its groups, except those that the trainer
-    sets. A shape stands for a tensor, and the size of its state for an optimizer inside this one.
-    """
-    others = {"state", "param_groups", "found_inf", "params", "lr", "shards"}
-    settings = []
-    for number, values in enumerate([vars(optimizer), *optimizer.param_groups]):
-        for name in values.keys() - others:
-            for value in tree_leaves(values[name]):
-                if torch.is_tensor(value):
-                    value = value.shape
-                elif isinstance(value, torch.optim.Optimizer):
-                    value = len(value.state)
-                if not isinstance(value, bool):  # fused SGD notes that it has taken a step
-                    settings.append((number, name, value))
-    return settings
+def group_options(optimizer):
+    """Return {name: value} for each group of an optimizer, without what the trainer sets."""
+    others = {"params", "lr", "shards"}  # zero.py marks groups with their shards
+    groups = optimizer.param_groups
+    return [{name: group[name] for name in group.keys() - others} for group in groups]
 
 
 # ---- copies that must be equal -------------------------------------------------------------------
@@ -2634,7 +2563,7 @@ class Log:
         for line in describe(trainer):
             self.say(line)
 
-    def step(self, metrics, seconds, must_print=False):
+    def step(self, metrics, seconds):
         """Report the metrics of a step that took so many seconds."""
         args = self.trainer.args
         step = self.trainer.steps_done
@@ -2650,7 +2579,7 @@ class Log:
         times = {"tokens_seen": step * tokens, "elapsed_s": elapsed, "left_s": left}
         self.write({"step": step} | numbers | times)
         every = args.print_every or max(1, round(args.steps / 40))
-        if step in (self.first_step, args.steps) or must_print or step % every == 0:
+        if step in (self.first_step, args.steps) or step % every == 0:
             line = f"step {step} of {args.steps}"
             for name, number in numbers.items():
                 digits = ",.0f" if number >= 100 else ".4g"
@@ -2686,8 +2615,8 @@ class Log:
 def describe(trainer):
     """Return lines that say how large the model is and how the run is laid out. Collective."""
     args = trainer.args
-    own = boxes_of([row for row in trainer.originals() if not row.is_buffer])
-    sizes = {name: whole.numel() for name, whole in own.items()}
+    weights = [placement for placement in trainer.originals() if not placement.is_buffer]
+    sizes = {weight.name: boxes_of(weight, weight.tensor).numel() for weight in weights}
     parameters = sum(ChainMap(*gather_objects(sizes)).values())  # each name counts once
     device = trainer.device.type
     if device == "cuda":
@@ -2869,13 +2798,6 @@ RULES = {
     "cp_method != 'ulysses' or cp % (kv_heads // tp) == 0 or kv_heads % (tp * cp) == 0":
         "tp x cp does not divide the heads of keys and values, and these do not divide it",
 }  # fmt: skip
-# What slows a run down unless it holds. Rank 0 says so at the start.
-SLOW = {
-    "per_node % tp == 0": "each layer waits for sums between nodes of {per_node} ranks",
-    "pp == 1 or microbatches >= 2 * pp": "ranks of the pipeline are idle for much of the time",
-    "ep_nodes == 1 or topk_nodes < ep_nodes or top_k == 1":
-        "a token may use experts on several of the {ep_nodes} nodes of --ep {ep}",
-}  # fmt: skip
 
 
 def parse(argv, world_size, per_node=None):
@@ -2952,16 +2874,9 @@ def check(args, given):
     for name, rule in NEEDS.items():
         if name in given and given[name] != NOTHING.get(name):
             need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
-    for sentence in broken(RULES, args):
-        raise ValueError(sentence)
-
-
-def broken(rules, args):
-    """Yield a sentence, which begins with flags and their values, for each rule that is broken."""
-    for rule, fault in rules.items():
-        if not holds(rule, args):
-            names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
-            yield f"{typed(args, *names)}: {fault.format_map(vars(args))}"
+    for rule, fault in RULES.items():
+        names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
+        need(holds(rule, args), f"{typed(args, *names)}: {fault.format_map(vars(args))}")
 
 
 def holds(rule, args):
@@ -3105,9 +3020,9 @@ def main(argv=None, work=train):
         status = perform(argv, work)
         barrier()  # no rank may close connections that another still uses
     except Exception as error:
-        # Other ranks fail because this one does, or this one because another has failed. They may
-        # be waiting, or gone, so it says nothing to them. A cause is told even if others have lost
-        # this rank before.
+        # If one rank raises an error, the others lose their connection to it, and come here, too.
+        # A lost connection is told only if nothing has failed before. A cause is told in any case,
+        # but by one rank, since all may have the same one.
         is_first = is_first_with(store, "failure")
         if is_lost_connection(error):
             if is_first:
@@ -3149,18 +3064,14 @@ def timeout_of(argv):
 def perform(argv, work):
     """Return the exit status of work(), or of a TrainingError, which all ranks raise. Collective.
     """
-    rank = dist.get_rank()
     try:
         args, device = agree(argv)
-        for sentence in broken(SLOW, args):
-            if rank == 0:
-                say(f"warning: {sentence}")
         torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
         gc.freeze()  # what was imported is never garbage, so collections need not look at it
         gc.disable()  # train() collects, at the same steps on all ranks
         return work(args, device) or 0
     except TrainingError as error:
-        if rank == 0:
+        if dist.get_rank() == 0:
             say(f"error: {error}")
         return error.status
 
@@ -3175,9 +3086,7 @@ def agree(argv):
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     # ranks of a node are consecutive, so every run of so many ranks is on one node
     per_node = math.gcd(*gather_objects(local_size))
-    # --help is printed once
-    with nullcontext() if rank == 0 else redirect_stdout(io.StringIO()):
-        args = on_all_ranks(parse, argv, world_size, per_node)
+    args = on_all_ranks(parse, argv, world_size, per_node)
     local_rank = int(os.environ.get("LOCAL_RANK", rank % local_size))
     device = on_all_ranks(choose_device, args, local_rank, local_size)
     own = {name: value for name, value in flags_of(args).items() if name not in PATHS}

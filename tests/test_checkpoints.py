@@ -94,7 +94,7 @@ def test_a_rank_whose_shards_are_only_padding_saves_and_resumes(tmp_path):
     flags = "--pp 3 --layers 1 --hidden 4 --heads 1 --kv-heads 1 --vocab-size 16 --seq-len 8"
     args = hybrid.parse(f"{FLAGS} {flags}".split(), 6)
     trainer, other = (hybrid.Trainer(args, hybrid.make_mesh(args), CPU) for _ in range(2))
-    held = sum(whole.boxes != {} for whole in hybrid.boxes_of(trainer.originals()).values())
+    held = sum(hybrid.boxes_of(row, row.tensor).boxes != {} for row in trainer.originals())
     assert not all(gather_objects(held))
     tokens = torch.arange(BATCH * 8).view(BATCH, 8)[trainer.own_rows()] % 16
     trainer.step(tokens, tokens)
@@ -228,46 +228,12 @@ class Factors(Signs):
             self.state[weight] = {"factor": weight.new_zeros(2, 3)}
 
 
-class Hidden(Signs):
-    """An optimizer whose mean is not in its state."""
-
-    def __init__(self, groups, lr):
-        super().__init__(groups, lr)
-        self.means = {}
-
-    @torch.no_grad()
-    def step(self):
-        for weight in self.param_groups[0]["params"]:
-            self.means.setdefault(weight, torch.zeros_like(weight)).lerp_(weight.grad, 0.1)
-
-
-class Nested(Signs):
-    """An optimizer that leaves its steps to another one."""
-
-    def __init__(self, groups, lr):
-        super().__init__(groups, lr)
-        self.inner = [torch.optim.AdamW(self.param_groups, lr)]
-
-    def step(self):
-        self.inner[0].step()
-
-
 class Counting(Signs):
     """An optimizer that counts its steps in its groups, as Apex does."""
 
     def step(self):
         super().step()
         self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
-
-
-class Attribute(Signs):
-    """An optimizer that counts its steps in an attribute."""
-
-    steps = 0
-
-    def step(self):
-        super().step()
-        self.steps += 1
 
 
 class Late(Signs):
@@ -315,8 +281,7 @@ OPTIMIZERS = {
 }
 OTHERS = [name for name in OPTIMIZERS if name not in ("undeclared", "muon")]
 LOST = {  # {optimizer: what checkpoints would lose}
-    Factors: "factor", Hidden: "means", Nested: "inner", Counting: "step", Skipping: "step",
-    Misnamed: "model", Attribute: "steps",
+    Factors: "factor", Counting: "step", Skipping: "step", Misnamed: "model",
     torch.optim.NAdam: "mu_product", torch.optim.ASGD: "eta, mu",
 }  # fmt: skip
 
@@ -815,6 +780,18 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_the_flag(tmp_path)
     (folder / "step_9").mkdir()  # the name of no checkpoint
     _train("--steps 6", folder)
     assert _complete(folder) == ["again", "step_00000004", "step_00000006", "step_9"]
+
+
+@on_ranks(1)
+def test_files_of_a_killed_save_are_not_in_the_checkpoint_that_takes_its_name(tmp_path):
+    """The killed run had more ranks, whose files the next save of this step does not replace."""
+    killed = tmp_path / "step_00000002.partial"
+    killed.mkdir()
+    (killed / "__1_0.distcp").write_bytes(b"boxes of a second rank")
+    _train("--steps 2", tmp_path)
+    path = tmp_path / "step_00000002"
+    assert hybrid.read_run(path)["step"] == 2
+    assert not (path / "__1_0.distcp").exists()
 
 
 @on_ranks(1)

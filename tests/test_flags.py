@@ -317,20 +317,20 @@ def _parse(flags, world_size):
 
 def test_every_rule_refuses_a_row_of_the_table():
     refused = set()
-    find = hybrid.broken
-    with patch.object(hybrid, "broken", lambda rules, args: _noted(find, rules, args, refused)):
+    holds = hybrid.holds
+    with patch.object(hybrid, "holds", lambda *asked: _noted(holds, *asked, refused)):
         for line in WRONG_FLAGS.splitlines()[1:]:
             world_size, flags, _ = line.split(" | ")
             with pytest.raises(ValueError):
                 _parse(flags, world_size)
-    assert refused == {*hybrid.RULES}
+    assert refused >= {*hybrid.RULES}
 
 
-def _noted(find, rules, args, refused):
-    for rule, fault in rules.items():
-        for sentence in find({rule: fault}, args):
-            refused.add(rule)
-            yield sentence
+def _noted(holds, rule, args, refused):
+    answer = holds(rule, args)
+    if not answer:
+        refused.add(rule)
+    return answer
 
 
 WRONG_FILES = """flags | what the line names
@@ -515,42 +515,6 @@ def test_an_error_that_all_ranks_raise_keeps_its_status_inside_another_check():
     with pytest.raises(hybrid.TrainingError, match="^the disk is full$") as error:
         hybrid.on_all_ranks(_fail, 3, prefix="--flag: ")
     assert error.value.status == 3
-
-
-SLOW = """processes, per node, flags | what a warning names
-8 8 --tp 8 --heads 8 |
-8 4 --tp 8 --heads 8 | --tp 8, 4 ranks
-8 4 --tp 4 --heads 8 |
-12 6 --tp 4 | --tp 4, 6 ranks
-4 4 --pp 4 --microbatches 8 |
-4 4 --pp 4 --microbatches 7 --batch-size 7 | --pp 4, --microbatches 7, idle
-4 4 --experts 4 --ep 4 |
-4 2 --experts 4 --ep 4 | --topk-nodes 2, 2 nodes of --ep 4
-4 2 --experts 4 --ep 4 --topk-nodes 1 |
-4 2 --experts 4 --ep 4 --top-k 1 |
-4 2 --experts 4 --ep 2 |
-"""
-
-
-@pytest.mark.parametrize("line", SLOW.splitlines()[1:])
-def test_a_slow_choice_is_warned_of_in_one_line(line):
-    choice, _, names = line.partition(" |")
-    world_size, per_node, flags = choice.split(" ", 2)
-    args = hybrid.parse(flags.split(), int(world_size), int(per_node))
-    found = [*hybrid.broken(hybrid.SLOW, args)]
-    assert len(found) == bool(names)
-    assert all(name.strip() in found[0] for name in names.split(",") if name)
-
-
-def _say(*_):
-    print("the work begins")
-
-
-def test_rank_0_prints_warnings_before_the_run_begins(tmp_path):
-    ended = run(4, _main, tmp_path, ["--tp 4 --device cpu"] * 4, _say, [2] * 4)
-    assert all(printed == "the work begins\n" for _, printed in ended[1:])
-    warning, begins = ended[0][1].splitlines()
-    assert ": warning: --tp 4: " in warning and begins == "the work begins"
 
 
 def _die_at(phase, folder):
@@ -931,7 +895,7 @@ def _judge(folder, words, world_size, per_node, work):
     statuses = [status for status, _ in ended]
     printed = "".join(printed for _, printed in ended)
     if args is None:
-        lines = [line for line in printed.splitlines() if ": warning: " not in line]
+        lines = printed.splitlines()
         if len(lines) == 1 and ": error: " in lines[0] and statuses == [2] * world_size:
             return "refused", ""
         return "refused", f"statuses {statuses}, printed {printed}"
@@ -1021,9 +985,9 @@ def test_random_flags_train_under_torchrun_as_one_process_does(corpora):
 # ---- --help --------------------------------------------------------------------------------------
 
 
-def test_help_is_in_groups_and_is_printed_by_one_rank(tmp_path):
-    (status, text), (other, nothing) = run(2, _main, tmp_path, ["--help"] * 2)
-    assert (status, other, nothing) == (0, 0, "")
+def test_help_is_in_groups(tmp_path):
+    ((status, text),) = run(1, _main, tmp_path, ["--help"])
+    assert status == 0
     groups = re.split(r"\n(\w+):\n", text.split("\n\nA flag that")[0])
     sections = zip(groups[3::2], groups[4::2], strict=True)
     flags_of = {title: re.findall(r"^  --([\w-]+)", body, re.M) for title, body in sections}
@@ -1046,9 +1010,3 @@ def test_the_example_in_help_runs():
     launch, number, world_size, file, *flags = re.search("torchrun --n.*", hybrid.EPILOG)[0].split()
     assert (launch, number, file) == ("torchrun", "--nproc-per-node", "hybrid.py")
     run(int(world_size), _train, [*flags, "--steps", "1"])
-
-
-@pytest.mark.soak
-def test_torchrun_prints_help_once():
-    done = torchrun(4, PROJECT / "hybrid.py", "--help")
-    assert done.returncode == 0 and done.stdout.count("usage:") == 1

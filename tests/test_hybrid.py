@@ -646,11 +646,8 @@ def test_a_step_gives_the_same_loss_over_the_backends_own_collectives(flags):
 def test_the_host_reads_from_the_device_once_a_step_and_once_a_batch_of_validation(flags):
     trainer = make_trainer(f"--pp 2 --schedule zb-h1 --microbatches 2 {flags}")
     data = hybrid.Data(*2 * [np.zeros(30 * BATCH * T, np.uint8)])
-    update, read_before = trainer.update, []
-    trainer.update = lambda *args: read_before.append(step["tolist"]) or update(*args)
     with waits() as step:
         trainer.step(*own_batch(trainer))
-    assert read_before == [0]  # the update is launched before the host waits for any number
     with waits() as evaluation:
         hybrid.evaluate(trainer, data, batches=3)
     reads = lambda found: (found["tolist"], found["_local_scalar_dense"])

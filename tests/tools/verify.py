@@ -200,11 +200,13 @@ def batch_of(args, step, rows=slice(None)):
 
 def gathered(trainer, value=lambda tensor: tensor):
     """Return {name: whole tensor}: nan where no rank has a value, inf where copies differ."""
-    own = [
-        (name, whole.shape, place, box.detach().cpu().clone())
-        for name, whole in hybrid.boxes_of(trainer.originals(), value).items()
-        for place, box in whole.boxes.items()
-    ]
+    own = []
+    for row in trainer.originals():
+        tensor = value(row.tensor)
+        if tensor is not None:
+            whole = hybrid.boxes_of(row, tensor)
+            for place, box in whole.boxes.items():
+                own.append((row.name, whole.shape, place, box.detach().cpu().clone()))
     wholes = {}
     for name, shape, place, box in sum(gather_objects(own), []):
         whole = wholes.setdefault(name, torch.full(shape, math.nan, dtype=torch.float64))
@@ -235,9 +237,9 @@ def set_weights(trainer):
     """Set this rank's part of every parameter to its part of weight_of()."""
     for row in trainer.placements:
         if not row.is_buffer:
-            ((name, whole),) = hybrid.boxes_of([row]).items()
+            whole = hybrid.boxes_of(row, row.tensor)
             for place, box in whole.boxes.items():
-                value = weight_of(name, whole.shape, trainer.args.seed)
+                value = weight_of(row.name, whole.shape, trainer.args.seed)
                 box.copy_(value[inside(place, box)])
 
 
