@@ -1755,6 +1755,26 @@ def test_finish_grad_sync_sums_gradients_of_no_sync_also_beside_sums_that_are_un
     assert_close(whole_gradients(model.module), alone)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("owes", ["a backward in no_sync()", "sums under way"])
+def test_a_step_and_a_clip_before_gradients_are_summed_are_refused(owes):
+    """Otherwise the step would lack gradients in silence."""
+    x = own_part(make_data(4))
+    net = make_net()
+    before = copy.deepcopy(net.state_dict())
+    model = FullyShardedDataParallel(net, wait_in_backward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync() if owes == "a backward in no_sync()" else nullcontext():
+        mean_square(model, x).backward()
+    for early in (optimizer.step, partial(model.clip_grad_norm_, 1.0)):
+        with pytest.raises(RuntimeError, match="are not summed yet: run a step's last backward"):
+            early()
+    assert_close({**model.state_dict()}, {**before})
+    model.finish_grad_sync()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
 class MaySkip(nn.Module):
     """A module whose only trained layer a rank may skip."""
 
