@@ -155,6 +155,7 @@ def plain_weights(V, T, D, layers):
 def plain_part(whole, dim, group):
     """Return this rank's part of a weight as a parameter. All ranks have the whole weight."""
     rank, P = rank_and_size(group)
+    assert whole.size(dim) % P == 0, "the techniques above expect equal parts"
     return nn.Parameter(whole.chunk(P, dim)[rank].clone())
 
 
@@ -1104,7 +1105,7 @@ def wrap(args, homes, chunks, placements):
     for chunk in chunks:
         ddp = DistributedDataParallel(
             chunk, process_group=homes.dense.dp_cp_group, groups=groups, broadcast_buffers=False,
-            gradient_as_bucket_view=True,  # no gradient is used after its step
+            gradient_as_bucket_view=True,  # no gradient is used after the next backward
             gradient_divide_factor=1, wait_in_backward=False,
         )  # fmt: skip
         wrapped.append(ddp)
@@ -1729,8 +1730,8 @@ def read_data(args):
     Raises TrainingError with status 2 if the data cannot be read, differ between ranks, or have a
     token outside the vocabulary. With different data, such as the standard libraries of two Python
     versions, a pipeline's last stage would have targets that do not belong to the first stage's
-    inputs. So each rank reads all tokens twice, which takes minutes per TB, and a rank whose disk
-    is slower may be late by --timeout at most.
+    inputs. So each rank reads all tokens twice, which takes some ten minutes per TB, and a rank
+    whose disk is slower may be late by --timeout at most.
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
@@ -1949,7 +1950,8 @@ def views_in_whole(parameter, tensor, part=None):
     parameter: a part that lies where `part` says, the whole if that is None, or a piece of it.
     tensor: the parameter, or a tensor of the same layout, such as a moment.
     """
-    shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
+    # A piece of zero.py has the shape of what it is a piece of: here the part.
+    shape = getattr(parameter, "whole_shape", parameter.shape)
     begin = getattr(parameter, "offset", 0)
     rest = tensor.detach().view(-1)
     views = {}
@@ -2846,7 +2848,7 @@ def complete(args):
 
 def nodes_of_experts(args):
     """Return over how many nodes an ep_group is spread, with equally many of its ranks on each."""
-    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of()
+    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of_experts()
     in_dp_cp = args.ep // in_tp
     if args.per_node % args.tp == 0:  # a node has whole tp_groups
         return in_dp_cp // math.gcd(in_dp_cp, args.per_node // args.tp)
