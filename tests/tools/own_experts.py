@@ -3,7 +3,7 @@
     PYTHONPATH=. torchrun --nproc-per-node 4 tests/tools/own_experts.py FILE     2 or 4 ranks
 
 Ranks 0 and 2 have experts 0 to 3, ranks 1 and 3 have experts 4 to 7. All other parameters have a
-copy on every rank. The trained weights are saved in FILE, whole.
+copy on every rank. FILE gets the trained weights, whole, as one process would save them.
 """
 
 import sys

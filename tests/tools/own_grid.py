@@ -2,8 +2,9 @@
 
     PYTHONPATH=. torchrun --nproc-per-node 4 tests/tools/own_grid.py FILE     2 or 4 ranks
 
-Ranks 0 and 1 are one replica, 2 and 3 the other. ZeRO divides the state of ranks 0 and 2, and that
-of ranks 1 and 3. The trained weights are saved in FILE, whole, as one process would save them.
+Ranks 0 and 1 are one replica, 2 and 3 the other. Ranks 0 and 2 have the same half of the matrices.
+ZeRO-2 divides the gradients and the optimizer's state between them, as between ranks 1 and 3. FILE
+gets the trained weights, whole, as one process would save them.
 """
 
 import sys
@@ -28,8 +29,8 @@ tp_group = mesh.get_group("tp")
 torch.manual_seed(0)  # all ranks draw the same weights
 net = nn.Sequential(
     ColumnParallelLinear(64, 256, group=tp_group),  # draws all columns, and keeps half of them
-    nn.Unflatten(1, (-1, 32)),  # as attention has heads of 32 columns, four of them on each rank
-    mark_sum_over_tp(nn.LayerNorm(32)),  # a copy on each rank, used for its four heads only
+    nn.Unflatten(1, (-1, 32)),  # eight heads of 32 columns, four on each rank
+    mark_sum_over_tp(nn.LayerNorm(32)),  # a copy on each rank, for its heads only
     nn.Flatten(),
     nn.GELU(),
     RowParallelLinear(256, 64, group=tp_group),  # keeps the rows that belong to its columns
