@@ -14,7 +14,6 @@ from ranks import PROJECT
 
 PICTURES = {  # README's, and the flags that draw them
     "1f1b.svg": "--schedule 1f1b",
-    "dualpipe-v.svg": "--schedule dualpipe-v --overlap",
 }
 
 

@@ -82,6 +82,16 @@ def test_the_number_of_schedules_is_right():
     assert f"{words[len(SCHEDULES) - 7]} schedules as data" in TEXT
 
 
+def test_the_files_have_about_as_many_lines_as_the_reading_table_says():
+    rows = re.findall(r"^\| `(\w+\.py)` \|.*\| ([\d,]+), (\d+) \|", TEXT, re.M)
+    assert len(rows) == 8
+    for name, *said in rows:
+        text = (PROJECT / name).read_text()
+        floor, _ = text.split("# ==== upper floor ")
+        for number, part in zip(said, (text, floor)):
+            assert int(number.replace(",", "")) == pytest.approx(part.count("\n"), rel=0.1), name
+
+
 def test_every_command_names_a_file_and_has_valid_flags():
     assert len(OF_HYBRID) >= 5 and len(COMMANDS) >= 12
     for words in OF_HYBRID:
@@ -132,16 +142,43 @@ def test_the_script_of_ones_own_trains(tmp_path):
     assert len(losses) == 2 and max(losses) < 0.1  # README says 0.02
 
 
+def split_linear(inputs, outputs):
+    """Draw a linear layer as ColumnParallelLinear and RowParallelLinear do."""
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    layer.weight.data = torch.randn(outputs, inputs) * inputs**-0.5
+    layer.bias.data.zero_()
+    return layer
+
+
 def mlp():
-    """Draw the whole model of own_tp.py."""
-    up = torch.randn(256, 64) * 64**-0.5
-    down = torch.randn(64, 256) * 256**-0.5
-    head = nn.Linear(64, 1)
-    split = [nn.utils.skip_init(nn.Linear, *weight.shape[::-1]) for weight in (up, down)]
-    for layer, weight in zip(split, (up, down)):
-        layer.weight.data.copy_(weight)
-        layer.bias.data.zero_()
-    return nn.Sequential(split[0], nn.GELU(), split[1], head)
+    """Draw the whole model of own_grid.py."""
+    heads = nn.Unflatten(1, (8, 32)), nn.LayerNorm(32), nn.Flatten()
+    return nn.Sequential(
+        split_linear(64, 256), *heads, nn.GELU(), split_linear(256, 64), nn.Linear(64, 1)
+    )
+
+
+class Mixture(nn.Module):
+    """Every expert computes every token; the two best count."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(8, 64) * 64**-0.5)
+        self.w_in = nn.Parameter(torch.randn(8, 128, 64) * 64**-0.5)
+        self.w_out = nn.Parameter(torch.randn(8, 64, 128) * 128**-0.5)
+
+    def forward(self, x):
+        scores = (x @ self.router.T).softmax(1)
+        is_best = torch.zeros_like(scores).scatter(1, scores.topk(2).indices, 1.0)
+        weights = scores * is_best / (scores * is_best).sum(1, keepdim=True)
+        hidden = nn.functional.gelu(torch.einsum("nd,efd->nef", x, self.w_in), approximate="tanh")
+        return torch.einsum("nef,edf,ne->nd", hidden, self.w_out, weights)
+
+
+def mixture():
+    """Draw the whole model of own_experts.py."""
+    moe = Mixture()
+    return nn.Sequential(nn.Linear(64, 64), moe, nn.Linear(64, 1))
 
 
 def layers():
@@ -151,25 +188,42 @@ def layers():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name, draw", [("own_tp.py", mlp), ("own_pipeline.py", layers)])
-def test_a_script_of_ones_own_has_the_loss_of_one_process(name, draw):
+@pytest.mark.parametrize(
+    "name, draw, world_size, batches",
+    [
+        ("own_grid.py", mlp, 4, 2),
+        ("own_experts.py", mixture, 4, 4),
+        ("own_pipeline.py", layers, 2, None),
+    ],
+)
+def test_a_script_of_ones_own_has_the_loss_and_weights_of_one_process(
+    name, draw, world_size, batches, tmp_path
+):
     assert f"(tests/tools/{name})" in TEXT
     torch.manual_seed(0)
     model = draw()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    streams = [torch.default_generator]  # a pipeline draws batches after weights, others anew
+    if batches:
+        streams = [torch.Generator().manual_seed(1 + number) for number in range(batches)]
     for _ in range(200):
-        x = torch.randn(32, 64)
+        x = torch.cat([torch.randn(32, 64, generator=stream) for stream in streams])
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    losses = losses_of(2, PROJECT / "tests/tools" / name)
-    assert losses and losses == pytest.approx([loss.item()] * len(losses), rel=1e-3)
+    losses = losses_of(world_size, PROJECT / "tests/tools" / name, tmp_path / "weights.pt")
+    assert losses == pytest.approx([loss.item()], rel=1e-3)
+    if batches:
+        saved = torch.load(tmp_path / "weights.pt")
+        saved.pop("1.router.bias", None)  # a buffer
+        for found, expected in zip(saved.values(), model.parameters(), strict=True):
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-2, atol=1e-3)
 
 
-def losses_of(world_size, file):
+def losses_of(world_size, *words):
     """Return the losses that the ranks of a script print."""
-    done = torchrun(world_size, file)
+    done = torchrun(world_size, *words)
     assert done.returncode == 0, done.stderr
     return [float(number) for number in re.findall(r"loss (\d+\.\d+)", done.stdout)]
