@@ -200,7 +200,7 @@ def test_a_script_of_ones_own_has_the_loss_and_weights_of_one_process(
     name, draw, world_size, batches, tmp_path
 ):
     assert f"(tests/tools/{name})" in TEXT
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # not shifted: as in the scripts
     model = draw()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     streams = [torch.default_generator]  # a pipeline draws batches after weights, others anew
