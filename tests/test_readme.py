@@ -205,7 +205,9 @@ def test_a_script_of_ones_own_has_the_loss_and_weights_of_one_process(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     streams = [torch.default_generator]  # a pipeline draws batches after weights, others anew
     if batches:
-        streams = [torch.Generator().manual_seed(1 + number) for number in range(batches)]
+        streams = [torch.Generator() for _ in range(batches)]
+        for number, stream in enumerate(streams, 1):
+            stream.manual_seed(number)  # not shifted: as in the scripts
     for _ in range(200):
         x = torch.cat([torch.randn(32, 64, generator=stream) for stream in streams])
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
