@@ -937,9 +937,9 @@ def test_a_step_that_is_not_finite_stops_all_ranks_and_changes_nothing(flags, na
         with pytest.raises(hybrid.TrainingError, match=sentence):
             trainer.step(*own_batch(trainer, 1))
         undo()
-        for chunk in trainer.chunks:
-            if hasattr(chunk, "reshard"):
-                chunk.reshard()  # rank 3 alone has changed weights, but all must gather them again
+        for stage in trainer.stages:
+            if hasattr(stage, "reshard"):
+                stage.reshard()  # rank 3 alone has changed weights, but all must gather them again
         assert trainer.step(*own_batch(trainer, 2)) == other.step(*own_batch(other, 2))
         states = _whole_state(trainer), _whole_state(other)
         assert len(states[0]) > 20 and all(map(torch.equal, *states))
