@@ -1,5 +1,6 @@
 """README and RESULTS.md have the numbers that are counted, and README's commands run."""
 
+import inspect
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from torch import nn
 
 import bench
 import claims
+import ddp
 import hybrid
 import plan
 from pipeline import SCHEDULES
@@ -90,6 +92,13 @@ def test_the_files_have_about_as_many_lines_as_the_reading_table_says():
         floor, _ = text.split("# ==== upper floor ")
         for number, part in zip(said, (text, floor)):
             assert int(number.replace(",", "")) == pytest.approx(part.count("\n"), rel=0.1), name
+
+
+def test_the_code_of_data_parallelism_is_that_of_its_file():
+    shown = "def average_gradients" + TEXT.split("    def average_gradients")[1].split("\n\n")[0]
+    docstring = f'    """{inspect.getdoc(ddp.average_gradients)}"""\n'
+    code = inspect.getsource(ddp.average_gradients).replace(docstring, "")
+    assert textwrap.indent(code.rstrip(), "    ").strip() == shown
 
 
 def test_every_command_names_a_file_and_has_valid_flags():
