@@ -83,6 +83,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint import metadata, planner
+from torch.utils._pytree import tree_leaves
 
 from collectives import (
     all_reduce, any_rank, barrier, broadcast, gather_objects, rank_and_size,
@@ -1187,9 +1188,8 @@ def make_optimizer(args, parameters):
 def adamw(args, groups):
     """Create AdamW. Another optimizer that updates each element by itself may stand here instead.
 
-    Its state_dict() must have all its state, which is tensors of their weight's shape, and "step",
-    the number of steps: checkpoints have nothing else, see require_savable(). Its class says
-    `elementwise = True`.
+    Its state must be tensors of their weight's shape, and "step", the number of steps. Checkpoints
+    have nothing else, see require_savable(). Its class says `elementwise = True`.
     """
     dtype = torch.bfloat16 if args.moments == "bf16" else torch.get_default_dtype()
     return AdamW(
@@ -2225,7 +2225,7 @@ class Saver:
         self.lock = on_all_ranks(claim, self.folder, prefix=self.prefix)
         require_shared(self.folder, self.prefix)
         self.data_digest = data_digest
-        self.options = group_options(trainer.optimizer)
+        self.settings = settings_of(trainer.optimizer)
         self.sigterm = False
         # in it, a rank whose file system is slow keeps the others waiting, at most for --timeout
         self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
@@ -2238,7 +2238,7 @@ class Saver:
         """Begin to write a checkpoint."""
         self.wait()
         trainer = self.trainer
-        on_all_ranks(require_savable, trainer, self.options, prefix=self.prefix, status=1)
+        on_all_ranks(require_savable, trainer, self.settings, prefix=self.prefix, status=1)
         state = copy_to_host(state_of(trainer, trainer.originals()))
         copied = None
         if trainer.device.type == "cuda":
@@ -2409,16 +2409,15 @@ def require_all_kinds(path, kinds):
     need(not lost, f"after its first step, the optimizer has no {', '.join(sorted(lost))}")
 
 
-def require_savable(trainer, options):
-    """Raise ValueError if the optimizer's state_dict() has what a checkpoint would lose.
+def require_savable(trainer, settings):
+    """Raise ValueError if the optimizer has state that a checkpoint would lose.
 
-    It may have moments, the step, which is the trainer's, and options that stay as they are.
-    options: group_options() of the optimizer before its first step.
+    It has only moments, and the step, which is the trainer's. settings: settings_of() the optimizer
+    before its first step.
     """
     optimizer = trainer.optimizer
-    lost = set()
-    for before, after in zip(options, group_options(optimizer)):
-        lost |= {name for name in after if name not in before or after[name] != before[name]}
+    changed = [setting for setting in settings_of(optimizer) if setting not in settings]
+    lost = {name for _, name, _ in changed}
     steps = []
     for weight, state in optimizer.state.items():
         for name, value in state.items():
@@ -2432,11 +2431,24 @@ def require_savable(trainer, options):
     need(not lost, f"{who}: checkpoints have only state of the weights' shapes, and the step")
 
 
-def group_options(optimizer):
-    """Return {name: value} for each group of an optimizer, without what the trainer sets."""
-    others = {"params", "lr", "shards"}  # zero.py marks groups with their shards
-    groups = optimizer.param_groups
-    return [{name: group[name] for name in group.keys() - others} for group in groups]
+def settings_of(optimizer):
+    """Return [(number, name, value)] of what an optimizer keeps beside its state.
+
+    They are its attributes, number 0, and the options of its groups, except those that the trainer
+    sets. A shape stands for a tensor, and the size of its state for an optimizer inside this one.
+    """
+    others = {"state", "param_groups", "params", "lr", "shards"}
+    settings = []
+    for number, values in enumerate([vars(optimizer), *optimizer.param_groups]):
+        for name in values.keys() - others:
+            for value in tree_leaves(values[name]):
+                if torch.is_tensor(value):
+                    value = value.shape
+                elif isinstance(value, torch.optim.Optimizer):
+                    value = len(value.state)
+                if not isinstance(value, bool):  # fused SGD notes that it has taken a step
+                    settings.append((number, name, value))
+    return settings
 
 
 # ---- copies that must be equal -------------------------------------------------------------------

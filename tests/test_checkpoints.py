@@ -228,12 +228,46 @@ class Factors(Signs):
             self.state[weight] = {"factor": weight.new_zeros(2, 3)}
 
 
+class Hidden(Signs):
+    """An optimizer whose mean is not in its state."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.means = {}
+
+    @torch.no_grad()
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            self.means.setdefault(weight, torch.zeros_like(weight)).lerp_(weight.grad, 0.1)
+
+
+class Nested(Signs):
+    """An optimizer that leaves its steps to another one."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.inner = [torch.optim.AdamW(self.param_groups, lr)]
+
+    def step(self):
+        self.inner[0].step()
+
+
 class Counting(Signs):
     """An optimizer that counts its steps in its groups, as Apex does."""
 
     def step(self):
         super().step()
         self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
+
+
+class Attribute(Signs):
+    """An optimizer that counts its steps in an attribute."""
+
+    steps = 0
+
+    def step(self):
+        super().step()
+        self.steps += 1
 
 
 class Late(Signs):
@@ -281,7 +315,8 @@ OPTIMIZERS = {
 }
 OTHERS = [name for name in OPTIMIZERS if name not in ("undeclared", "muon")]
 LOST = {  # {optimizer: what checkpoints would lose}
-    Factors: "factor", Counting: "step", Skipping: "step", Misnamed: "model",
+    Factors: "factor", Hidden: "means", Nested: "inner", Counting: "step", Skipping: "step",
+    Misnamed: "model", Attribute: "steps",
     torch.optim.NAdam: "mu_product", torch.optim.ASGD: "eta, mu",
 }  # fmt: skip
 
