@@ -1844,7 +1844,7 @@ def any_rank(flag, group=None):
 
 
 def describe(named):
-    """Return a line for each (name, tensor): its name, shape, dtype and so on, and its strides."""
+    """Return a line for each (name, tensor), which says all in which ranks must not differ."""
     kind = lambda t: f"{tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type} {t.stride()}"
     return [f"{name!r} {kind(tensor)}" for name, tensor in named]
 

@@ -1032,15 +1032,6 @@ def test_sharded_modules_whose_buffers_differ_are_an_error_on_every_rank():
 # ---- errors instead of silently wrong results ----------------------------------------------------
 
 
-UNLIKE = {
-    "'1.weight' (5, 2) torch.float32 True cpu (2, 1)": lambda: nn.Linear(2, 5),
-    "'1.weight' (4, 2) torch.float64 True cpu (2, 1)": lambda: nn.Linear(2, 4).double(),
-    "'1.weight' (4, 2) torch.float32 False cpu (2, 1)": lambda: frozen_layer(),
-    "'1.weight' (4, 2) torch.float32 True cpu (1, 4)": lambda: transposed_in_memory(),
-    "nothing": lambda: nn.Linear(2, 4, bias=False),
-}
-
-
 def frozen_layer():
     return nn.Linear(2, 4).requires_grad_(False)
 
@@ -1050,6 +1041,15 @@ def transposed_in_memory():
     layer = nn.Linear(2, 4)
     layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
     return layer
+
+
+UNLIKE = {
+    "'1.weight' (5, 2) torch.float32 True cpu (2, 1)": lambda: nn.Linear(2, 5),
+    "'1.weight' (4, 2) torch.float64 True cpu (2, 1)": lambda: nn.Linear(2, 4).double(),
+    "'1.weight' (4, 2) torch.float32 False cpu (2, 1)": frozen_layer,
+    "'1.weight' (4, 2) torch.float32 True cpu (1, 4)": transposed_in_memory,
+    "nothing": lambda: nn.Linear(2, 4, bias=False),
+}
 
 
 @on_ranks(3)

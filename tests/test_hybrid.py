@@ -62,6 +62,14 @@ def test_plain_groups_are_those_of_the_grid_and_a_plain_step_follows_the_device_
         assert hybrid.plain_step(stage, optimizer, tokens, 2, groups) > 0
 
 
+@on_ranks(2)
+def test_a_plain_part_of_a_weight_that_the_ranks_do_not_divide_is_refused():
+    """Functions such as split_embedding() would take its rows for others."""
+    assert hybrid.plain_part(torch.zeros(4, 2), 0, None).shape == (2, 2)
+    with pytest.raises(AssertionError, match="equal parts"):
+        hybrid.plain_part(torch.zeros(5, 2), 0, None)
+
+
 OWN_PARTS = {  # {name: dim along which the technique's ranks have parts of the weight}
     "zero": {},
     "cp": {"positions": 0},
