@@ -382,6 +382,18 @@ def test_the_straight_path_of_stage_3_refuses_a_block_that_a_checkpoint_runs_aga
         y.sum().backward()
 
 
+@on_ranks(2)
+def test_the_straight_path_of_stage_3_refuses_a_second_backward_before_the_sums_are_finished():
+    """It would replace the gradients of the first one."""
+    net = stack()
+    sequence = zero.StoredSequence(net.blocks)
+    first, second = [net(torch.ones(2, 96)).sum() for _ in range(2)]
+    first.backward()
+    with pytest.raises(AssertionError, match="one backward, and then finish"):
+        second.backward()
+    sequence.finish()
+
+
 @on_ranks(1, 3)
 def test_the_straight_path_of_stage_3_trains_as_one_process_and_holds_two_units_at_a_time():
     (rank, P), net, alone = rank_and_size(), stack(), stack()
