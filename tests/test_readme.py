@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import bench
@@ -17,6 +18,7 @@ import claims
 import ddp
 import hybrid
 import plan
+import rehearse
 from pipeline import SCHEDULES
 from ranks import PROJECT, torchrun
 
@@ -77,6 +79,17 @@ def test_the_recap_has_the_columns_of_the_rule_of_thumb():
     for column in ("synchronises", "memory", "sends", "batch"):
         assert column in header
     assert "gradient accumulation" in TEXT
+
+
+@pytest.mark.soak
+def test_the_example_of_what_a_rank_sends_is_what_a_rank_sends():
+    _, _, sent = rehearse.rehearse(hybrid.parse("--tp 2 --pp 2".split(), 8), 0)
+    dist.destroy_process_group()
+    assert "an eighth more over tp and pp" in TEXT
+    for axis, more in (("tp", 1 / 8), ("pp", 1 / 8), ("dp", 0)):
+        (elements,) = re.findall(rf"^    {axis} .* ([\d,]+) elements,", TEXT, re.M)
+        said = int(elements.replace(",", ""))
+        assert sent[axis]["sent"] / 4 == pytest.approx(said * (1 + more), rel=1e-3), axis
 
 
 def test_the_number_of_schedules_is_right():
@@ -192,45 +205,74 @@ def mixture():
 
 def layers():
     """Draw the whole model of own_pipeline.py."""
-    hidden = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    hidden = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)]
     return nn.Sequential(*hidden, nn.Linear(64, 1))
+
+
+class Attention(nn.Module):
+    """The model of own_context.py, with PyTorch's attention to all positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_token = nn.Embedding(32, 64)
+        self.of_position = nn.Embedding(64, 64)
+        self.qkv = nn.Linear(64, 3 * 64, bias=False)
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, tokens):
+        x = self.of_token(tokens) + self.of_position.weight
+        q, k, v = self.qkv(x).unflatten(2, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + y.transpose(1, 2).flatten(2))
+
+
+def loss_of_sums(model, streams):
+    """Return the loss of own_grid.py, own_experts.py and own_pipeline.py."""
+    x = torch.cat([torch.randn(32, 64, generator=stream) for stream in streams])
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def loss_of_next_tokens(model, streams):
+    """Return the loss of own_context.py."""
+    tokens = torch.cat([torch.randint(32, (16, 8), generator=stream) for stream in streams])
+    tokens = torch.cat([tokens] * 9, 1)[:, :65]
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "name, draw, world_size, batches",
+    "name, draw, loss_of, num_batches, rate",
     [
-        ("own_grid.py", mlp, 4, 2),
-        ("own_experts.py", mixture, 4, 4),
-        ("own_pipeline.py", layers, 2, None),
+        ("own_grid.py", mlp, loss_of_sums, 2, 1e-3),
+        ("own_experts.py", mixture, loss_of_sums, 4, 1e-3),
+        ("own_pipeline.py", layers, loss_of_sums, 2, 1e-3),
+        ("own_context.py", Attention, loss_of_next_tokens, 2, 1e-2),
     ],
 )
-def test_a_script_of_ones_own_has_the_loss_and_weights_of_one_process(
-    name, draw, world_size, batches, tmp_path
+def test_a_script_of_ones_own_has_the_losses_and_weights_of_one_process(
+    name, draw, loss_of, num_batches, rate, tmp_path
 ):
     assert f"(tests/tools/{name})" in TEXT
     torch.manual_seed(0)  # not shifted: as in the scripts
     model = draw()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    streams = [torch.default_generator]  # a pipeline draws batches after weights, others anew
-    if batches:
-        streams = [torch.Generator() for _ in range(batches)]
-        for number, stream in enumerate(streams, 1):
-            stream.manual_seed(number)  # not shifted: as in the scripts
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    streams = [torch.Generator() for _ in range(num_batches)]
+    for number, stream in enumerate(streams, 1):
+        stream.manual_seed(number)  # not shifted: as in the scripts
     for _ in range(200):
-        x = torch.cat([torch.randn(32, 64, generator=stream) for stream in streams])
-        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss = loss_of(model, streams)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    losses = losses_of(world_size, PROJECT / "tests/tools" / name, tmp_path / "weights.pt")
-    assert losses == pytest.approx([loss.item()], rel=1e-3)
-    if batches:
-        saved = torch.load(tmp_path / "weights.pt")
-        saved.pop("1.router.bias", None)  # a buffer
-        for found, expected in zip(saved.values(), model.parameters(), strict=True):
-            torch.testing.assert_close(found, expected.detach(), rtol=1e-2, atol=1e-3)
+    expected = [loss.item(), loss_of(model, streams).item()]
+    losses = losses_of(4, PROJECT / "tests/tools" / name, tmp_path / "weights.pt")
+    assert len(losses) == (2 if name == "own_pipeline.py" else 1)  # it also validates
+    assert losses == pytest.approx(expected[: len(losses)], rel=1e-3)
+    saved = torch.load(tmp_path / "weights.pt")
+    saved.pop("1.router.bias", None)  # a buffer
+    for found, whole in zip(saved.values(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, whole.detach(), rtol=1e-2, atol=1e-3)
 
 
 def losses_of(world_size, *words):

@@ -24,8 +24,11 @@ ep_group = mesh.get_group("ep")
 torch.manual_seed(0)  # all ranks draw the same weights, and keep their experts
 moe = MoE(64, 128, num_experts=8, top_k=2, group=ep_group)
 net = nn.Sequential(nn.Linear(64, 64), moe, nn.Linear(64, 1))
+# An expert has computed the tokens of all ranks of its ep_group, so its gradient has their terms
+# already, and is summed over same_group only. All other gradients are summed over all ranks. Then
+# each gradient has the terms of all ranks' losses, and DDP divides each by the number of all ranks.
 groups = {p: same_group for p in moe.experts.parameters()}
-model = DistributedDataParallel(net, groups=groups)  # and all other gradients over all ranks
+model = DistributedDataParallel(net, groups=groups)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 split = [p for p in model.parameters() if p in groups]
 copied = [p for p in model.parameters() if p not in groups]
@@ -34,7 +37,7 @@ for step in range(200):
     x = torch.randn(32, 64)
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
     loss.backward()
-    of_split = get_total_norm([p.grad for p in split], [ep_group])
+    of_split = get_total_norm([p.grad for p in split], [ep_group])  # of all experts
     norm = get_total_norm([of_split, *[p.grad for p in copied]])  # of the whole model
     clip_grads_with_norm_([p.grad for p in split + copied], 1.0, norm)
     optimizer.step()
