@@ -48,9 +48,10 @@ for step in range(200):
     sum_gradients_over_tp(parameters_to_sum_over_tp(model), tp_group)  # of the LayerNorm
     if step == 0:
         check_gradients_over_tp(model, tp_group)  # raises an error if copies do not agree
-    # The norm of the whole model's gradients. Over tp, ranks have other parts of a split matrix, so
-    # squares are summed. They have equal copies of the rest, which count once. Of both, ZeRO-2 has
-    # left a shard on each rank of dp, so squares are summed over dp. With DDP, leave that out.
+    # The norm of the whole model's gradients. Ranks of tp have different parts of split matrices,
+    # so squares are summed over tp. They have equal copies of the rest, which count once. ZeRO-2
+    # has left ranks of dp different shards of both, so squares are summed over dp, too. (With DDP,
+    # every rank has whole gradients: leave [dp_group] out.)
     of_split = get_total_norm([p.grad for p in split], [tp_group])
     norm = get_total_norm([of_split, *[p.grad for p in copied]], [dp_group])
     clip_grads_with_norm_([p.grad for p in split + copied], 1.0, norm)

@@ -25,7 +25,8 @@ WIDTH = 64
 
 
 def loss_fn(output, target):
-    return (output - target).square().mean() / MICROBATCHES  # their sum is the mean of the batch
+    share = 1 / MICROBATCHES  # so that the losses of microbatches add up to the mean of the batch
+    return share * (output - target).square().mean()
 
 
 def next_batch():
