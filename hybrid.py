@@ -344,25 +344,28 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 
 # ==== upper floor =================================================================================
 #
-# plain_step() trains over three axes. The rest of this file trains over all of them, with ZeRO,
+# plain_step() trains over three axes. What follows trains over all of them, with ZeRO,
 # recomputation and any schedule, and with messages that travel beside the computation. Its loop is
 #
 #     trainer = Trainer(args, make_mesh(args, device=device), device)
 #     while trainer.steps_done < args.steps:
 #         trainer.step(*trainer.batch_of(data, trainer.steps_done))
 #
-# args are the flags of the command line, see Args. The sections below build it up in the order of
-# the plain forms:
+# args are the flags of the command line, such as args.tp for --tp. The class Args says what each of
+# them means, as `python hybrid.py --help` does. The sections build the loop up in the order of the
+# plain forms:
 #
-#     plain_groups()                     mesh: slices_of(), make_mesh()
+#     plain_groups()                     mesh: make_mesh(), slices_of()
 #     PlainStage, PlainLayer             model: GPT, Block
 #     the rule for sums                  where each parameter lives: Home, Placement
 #     plain_weights(), plain_part()      initial values: a rank draws those of its parts only
+#     layers[begin:end]                  stages: any schedule, and layers divided by their cost
 #     the all-reduces of gradients       chunks: DDP or FSDP, which start them in backward
+#     torch.optim.AdamW                  the optimizer: the same, on ZeRO's pieces of parameters
 #     plain_step(), one_f_one_b_step()   one step: Trainer.step(), Pipeline.step()
 #
-# The technique ends at "services", where train() is the loop of a long run, and which has helpers
-# such as need() and on_all_ranks(). Four words are used in all sections:
+# The technique ends at "services", where train() is the loop of a long run, and calls nothing that
+# stands below it. Four words are used in all sections:
 #
 #     stage      consecutive layers. The first stage also has the embeddings, the last one the head
 #     chunk      the module of a stage. Some schedules, such as DualPipe, give a rank several chunks
@@ -429,6 +432,37 @@ def make_mesh(args, groups=None, device=torch.device("cpu")):
     return Mesh(**own)
 
 
+def make_group(ranks, timeout, gpu=None):
+    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
+
+    On a GPU it has NCCL, on a stream of high priority, so that messages do not wait for kernels of
+    the computation. Otherwise, and if it has one rank, it has the backend of the world, gloo.
+    """
+    is_alone = len(ranks) == 1
+    if is_alone or gpu is None:
+        return dist.new_group(ranks, timeout, use_local_synchronization=is_alone)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group() warns if it differs
+    return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
+
+
+def over_nccl(args, device):
+    """Return whether messages go over NCCL, for which each process needs a GPU of its own."""
+    return device.type == "cuda" and args.device != "shared"
+
+
+def ranks_on_one_node(slices, per_node):
+    """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
+
+    Copies of a weight get equal bits only if all groups of an axis sum in the same order, which
+    depends on this number. With tp 4 and 6 ranks per node, ranks 0 to 3 share a node and 4 to 7 are
+    on two, so it is 1 for both groups.
+    """
+    nodes = slices // per_node
+    sizes = {size for row in nodes.tolist() for size in Counter(row).values()}
+    return min(sizes) if len(sizes) == 1 else 1
+
+
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     """Cut the grid (pp, dp, cp, tp) into groups. Return {name in Mesh: ranks}, one row per group.
 
@@ -490,6 +524,15 @@ def slices_of_experts(grid, ep, ep_nodes, replicate):
         "node_group": neighbours(ep_groups, ep_nodes),
         "cross_group": counterparts(ep_groups, ep_nodes),
     }
+
+
+def nodes_of_experts(args):
+    """Return over how many nodes an ep_group is spread, with equally many of its ranks on each."""
+    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of_experts()
+    in_dp_cp = args.ep // in_tp
+    if args.per_node % args.tp == 0:  # a node has whole tp_groups
+        return in_dp_cp // math.gcd(in_dp_cp, args.per_node // args.tp)
+    return args.ep // math.gcd(in_tp, args.per_node)
 
 
 def along(grid, *dims):
@@ -786,6 +829,19 @@ def make_moe(args, mesh):
     return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
 
 
+def parts_of_experts(args):
+    """Return the default of --expert-parts, the same on all ranks.
+
+    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
+    message still take far longer than its start.
+    """
+    rows = args.batch_size // (args.dp * args.microbatches)
+    tokens = rows * args.seq_len // (args.cp * args.tp)
+    itemsize = 2 if args.dtype == "bf16" else 4
+    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
+    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
+
+
 class GPT(nn.Module):
     """One stage of a GPT. Its layers are numbered as in the whole model.
 
@@ -960,8 +1016,7 @@ class Placement:
 def placements_of(chunks, homes, replicated):
     """Return a Placement for each parameter and buffer of this rank's chunks.
 
-    replicated: whether the second chunk belongs to a second replica of the model. Raises ValueError
-    for a parameter or buffer without a declared initial value.
+    replicated: whether the second chunk belongs to a second replica of the model.
     """
     placements = []
     for number, chunk in enumerate(chunks):
@@ -970,7 +1025,7 @@ def placements_of(chunks, homes, replicated):
             path, _, attribute = name.rpartition(".")
             module = chunk.get_submodule(path)
             initial = getattr(module, "initial", {})
-            need(attribute in initial, f"{name} has no initial value: see declare()")
+            assert attribute in initial, f"{name} has no initial value: see declare()"
             original = chunk.tied.get(name, name)
             placement = Placement(
                 name=original,
@@ -1038,6 +1093,90 @@ def normal(shape, std, key, offset=0):
     return value.mul_(std)
 
 
+# ---- stages --------------------------------------------------------------------------------------
+
+
+def schedule_of(args):
+    """Return the pipeline's schedule. Raises ValueError if it is not defined for these sizes."""
+    make = SCHEDULES[args.schedule]
+    chunks = [args.chunks] if NUM_CHUNKS[args.schedule] is None else []
+    schedule = make(args.pp, args.microbatches, *chunks)
+    return pair_up(schedule) if args.overlap else schedule
+
+
+def stages_of(rank, routes):
+    """Return the stage of each chunk of a rank.
+
+        routes                                               rank 0    rank 1
+        [(0, 0), (1, 0), (0, 1), (1, 1)]    interleaved      [0, 2]    [1, 3]
+        [(0, 0), (1, 0)], [(1, 1), (0, 1)]  DualPipe         [0, 1]    [1, 0]
+
+    routes: those of a schedule. A route says where each stage is: (rank of pp, its chunk's number).
+    """
+    stages = {}
+    for route in routes:
+        for stage, (holder, chunk) in enumerate(route):
+            if holder == rank:
+                stages[chunk] = stage
+    return [stages[chunk] for chunk in sorted(stages)]
+
+
+def divide_layers(config, routes):
+    """Return the range of each stage's layers, chosen so that the costliest rank costs least.
+
+    Every layer counts 1, with experts or not, and the last stage also has the head. Each stage
+    between the first and the last gets one layer. Each other layer is given to the rank that costs
+    least so far, and there to the cheapest stage. Among equal stages the last one gets it, since
+    earlier ones keep the activations of more microbatches. If the head costs as much as 1.1 layers,
+    4 stages get 8, 8, 8 and 6 of 30 layers. routes: see stages_of().
+    """
+    num_stages = len(routes[0])
+    sizes = [1] * num_stages
+    sizes[0] = sizes[-1] = 0
+    costs = [*sizes]
+    # forward takes 1 pass, backward 2, and recomputation 1, of which the head needs none
+    passes = 4 if config.recompute == "full" else 3
+    costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
+    beside = [stages_of(rank, routes) for rank, _ in routes[0]]  # for each stage, its rank's
+
+    def preference(stage):
+        cost_of_rank = sum(costs[other] for other in beside[stage])
+        return cost_of_rank, costs[stage], -stage
+
+    for _ in range(config.layers - sum(sizes)):
+        stage = min(range(num_stages), key=preference)
+        sizes[stage] += 1
+        costs[stage] += 1
+    ends = itertools.accumulate(sizes)
+    return [range(end - size, end) for end, size in zip(ends, sizes)]
+
+
+def forward_flops(config, share_with_experts):
+    """Return the forward FLOPs of one layer per token: (weight products, attention).
+
+    Each weight that a token uses costs 2 FLOPs, in all about 24 h^2. Attention to s tokens costs
+    4 s h, of which the causal mask hides half; all of it counts, as in the MFU of PaLM (Chowdhery
+    et al., 2022). share_with_experts: 1 if the layer has experts, 0 if not, and for the mean of
+    several layers the share of those that have.
+    """
+    h = config.hidden
+    kv_width = h * (config.kv_heads or config.heads) // config.heads
+    mlp = (3 if config.is_llama else 2) * h * config.mlp_width
+    weights = 2 * h * h + 2 * h * kv_width + mlp
+    extra = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
+    return 2 * (weights + share_with_experts * extra), 4 * config.seq_len * h
+
+
+def flops_of_layers(config):
+    """Return the forward FLOPs of all layers per token."""
+    return sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
+
+
+def flops_of_head(config):
+    """Return the forward FLOPs of the head per token."""
+    return 2 * config.hidden * config.vocab_size
+
+
 # ---- chunks and their wrappers -------------------------------------------------------------------
 
 CP_METHODS = {
@@ -1076,23 +1215,6 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
         chunk.to_empty(device=device)
         chunks.append(chunk)
     return chunks
-
-
-def stages_of(rank, routes):
-    """Return the stage of each chunk of a rank.
-
-        routes                                               rank 0    rank 1
-        [(0, 0), (1, 0), (0, 1), (1, 1)]    interleaved      [0, 2]    [1, 3]
-        [(0, 0), (1, 0)], [(1, 1), (0, 1)]  DualPipe         [0, 1]    [1, 0]
-
-    routes: those of a schedule. A route says where each stage is: (rank of pp, its chunk's number).
-    """
-    stages = {}
-    for route in routes:
-        for stage, (holder, chunk) in enumerate(route):
-            if holder == rank:
-                stages[chunk] = stage
-    return [stages[chunk] for chunk in sorted(stages)]
 
 
 def wrap(args, homes, chunks, placements):
@@ -1172,16 +1294,16 @@ def packed_apart(args, homes, weights):
 def make_optimizer(args, parameters):
     """Create the optimizer, with weight decay for matrices only.
 
-    Raises TrainingError with status 2 if tp or ZeRO cuts matrices that it needs as a whole, and
-    warns if it may need them, see check_elementwise().
+    Raises ValueError if tp or ZeRO cuts matrices that it needs as a whole, and warns if it may need
+    them, see check_elementwise().
     """
-    matrices = [parameter for parameter in parameters if parameter.dim() > 1]  # or pieces of some
+    # a piece of a matrix has two dims, too
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     others = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     optimizer = adamw(args, groups)
     if args.tp > 1 or args.zero:
-        cuts = typed(args, "tp", "zero")
-        on_all_ranks(check_elementwise, type(optimizer), prefix=f"{cuts}: ")
+        check_elementwise(type(optimizer))
     return optimizer
 
 
@@ -1196,6 +1318,24 @@ def adamw(args, groups):
         groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=args.weight_decay,
         moments_dtype=dtype,
     )  # fmt: skip
+
+
+def learning_rate(step, args):
+    """Return the learning rate of step 0, 1, ...
+
+    It rises in the first --warmup steps, and the next one has --lr. In the last --decay-steps it
+    falls along a line or half a period of a cosine (Loshchilov and Hutter, 2017) towards --min-lr,
+    which the step after the last one would have. By default the decay begins right after the
+    warm-up. With fewer --decay-steps the rate is stable in between (Hu et al., "MiniCPM", 2024).
+    """
+    if step < args.warmup:
+        return args.lr * (step + 1) / (args.warmup + 1)
+    begin = args.steps - args.decay_steps
+    progress = max(0, step - begin) / max(1, args.decay_steps)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    height = {"none": 1.0, "linear": 1 - progress, "cosine": cosine}[args.lr_decay]
+    floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
+    return args.lr * (floor + (1 - floor) * height)
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -1213,6 +1353,14 @@ def adamw(args, groups):
 #     make_optimizer()  AdamW, which updates the pieces
 
 IGNORE_INDEX = -100  # a target that does not count
+
+
+class TrainingError(Exception):
+    """An error that ends the run, on all ranks once they are connected. status: the exit status."""
+
+    def __init__(self, message, status=1):
+        super().__init__(message)
+        self.status = status
 
 
 class Trainer:
@@ -1244,7 +1392,7 @@ class Trainer:
         self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
         self.unique_chunks = self.chunks[:1] if self.replicated else self.chunks
         self.homes = homes_of(mesh)
-        self.placements = on_all_ranks(placements_of, self.chunks, self.homes, self.replicated)
+        self.placements = placements_of(self.chunks, self.homes, self.replicated)
         initialize(self.placements, args.seed)
         self.mixtures = mixtures_of(self.chunks, args.moe_every)
         self.stages = wrap(args, self.homes, self.chunks, self.placements)
@@ -1473,70 +1621,11 @@ def sum_tallies(mixtures, args, mesh, device):
 #       sum_tallies()               all      with experts, how many tokens each got
 #       update()                             nothing: each rank updates what it owns
 
-# ---- what layers cost, and how stages share them -------------------------------------------------
-
-
-def divide_layers(config, routes):
-    """Return the range of each stage's layers, chosen so that the costliest rank costs least.
-
-    Every layer counts 1, with experts or not, and the last stage also has the head. Each stage
-    between the first and the last gets one layer. Each other layer is given to the rank that costs
-    least so far, and there to the cheapest stage. Among equal stages the last one gets it, since
-    earlier ones keep the activations of more microbatches. If the head costs as much as 1.1 layers,
-    4 stages get 8, 8, 8 and 6 of 30 layers. routes: see stages_of().
-    """
-    num_stages = len(routes[0])
-    sizes = [1] * num_stages
-    sizes[0] = sizes[-1] = 0
-    costs = [*sizes]
-    # forward takes 1 pass, backward 2, and recomputation 1, of which the head needs none
-    passes = 4 if config.recompute == "full" else 3
-    costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
-    beside = [stages_of(rank, routes) for rank, _ in routes[0]]  # for each stage, its rank's
-
-    def preference(stage):
-        cost_of_rank = sum(costs[other] for other in beside[stage])
-        return cost_of_rank, costs[stage], -stage
-
-    for _ in range(config.layers - sum(sizes)):
-        stage = min(range(num_stages), key=preference)
-        sizes[stage] += 1
-        costs[stage] += 1
-    ends = itertools.accumulate(sizes)
-    return [range(end - size, end) for end, size in zip(ends, sizes)]
-
-
-def forward_flops(config, share_with_experts):
-    """Return the forward FLOPs of one layer per token: (weight products, attention).
-
-    Each weight that a token uses costs 2 FLOPs, in all about 24 h^2. Attention to s tokens costs
-    4 s h, of which the causal mask hides half; all of it counts, as in the MFU of PaLM (Chowdhery
-    et al., 2022). share_with_experts: 1 if the layer has experts, 0 if not, and for the mean of
-    several layers the share of those that have.
-    """
-    h = config.hidden
-    kv_width = h * (config.kv_heads or config.heads) // config.heads
-    mlp = (3 if config.is_llama else 2) * h * config.mlp_width
-    weights = 2 * h * h + 2 * h * kv_width + mlp
-    extra = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
-    return 2 * (weights + share_with_experts * extra), 4 * config.seq_len * h
-
-
-def flops_of_layers(config):
-    """Return the forward FLOPs of all layers per token."""
-    return sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
-
-
-def flops_of_head(config):
-    """Return the forward FLOPs of the head per token."""
-    return 2 * config.hidden * config.vocab_size
-
-
 # ==== services ====================================================================================
 #
 # Here the technique ends. What follows serves a long run on real data, of which train() is the
-# loop: it sets the learning rate, reads data and flags, writes samples, checkpoints and a log, and
-# ends all processes alike. It has to do with the layout where it loads a checkpoint of another one,
+# loop: it reads data and flags, writes samples, checkpoints and a log, and ends all processes
+# alike. It has to do with the layout where it loads a checkpoint of another one,
 # sums a sample's logits over tp, cp and pp, and checks that copies on different ranks are equal.
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -1595,15 +1684,7 @@ def train(args, device):
 # ---- errors --------------------------------------------------------------------------------------
 #
 # If one rank raises an error, the others wait for it in their next collective. on_all_ranks() makes
-# it an error of all ranks, with the same text and exit status.
-
-
-class TrainingError(Exception):
-    """An error that ends the run, on all ranks once they are connected. status: the exit status."""
-
-    def __init__(self, message, status=1):
-        super().__init__(message)
-        self.status = status
+# it a TrainingError of all ranks, with the same text and exit status.
 
 
 def need(condition, sentence):
@@ -1651,25 +1732,7 @@ def first_line(error):
     return text.split("\n")[0]
 
 
-# ---- learning rate and validation ----------------------------------------------------------------
-
-
-def learning_rate(step, args):
-    """Return the learning rate of step 0, 1, ...
-
-    It rises in the first --warmup steps, and the next one has --lr. In the last --decay-steps it
-    falls along a line or half a period of a cosine (Loshchilov and Hutter, 2017) towards --min-lr,
-    which the step after the last one would have. By default the decay begins right after the
-    warm-up. With fewer --decay-steps the rate is stable in between (Hu et al., "MiniCPM", 2024).
-    """
-    if step < args.warmup:
-        return args.lr * (step + 1) / (args.warmup + 1)
-    begin = args.steps - args.decay_steps
-    progress = max(0, step - begin) / max(1, args.decay_steps)
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    height = {"none": 1.0, "linear": 1 - progress, "cosine": cosine}[args.lr_decay]
-    floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
-    return args.lr * (floor + (1 - floor) * height)
+# ---- validation ----------------------------------------------------------------------------------
 
 
 def evaluate(trainer, data, batches=8):
@@ -2829,7 +2892,7 @@ def parse(argv, world_size, per_node=None):
     complete(args)
     check(args, given)
     args = Args(**vars(args))
-    schedule_of(args)
+    check_schedule(args)
     return args
 
 
@@ -2858,28 +2921,6 @@ def complete(args):
         args.min_lr = args.lr / 10
 
 
-def nodes_of_experts(args):
-    """Return over how many nodes an ep_group is spread, with equally many of its ranks on each."""
-    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of_experts()
-    in_dp_cp = args.ep // in_tp
-    if args.per_node % args.tp == 0:  # a node has whole tp_groups
-        return in_dp_cp // math.gcd(in_dp_cp, args.per_node // args.tp)
-    return args.ep // math.gcd(in_tp, args.per_node)
-
-
-def parts_of_experts(args):
-    """Return the default of --expert-parts, the same on all ranks.
-
-    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
-    message still take far longer than its start.
-    """
-    rows = args.batch_size // (args.dp * args.microbatches)
-    tokens = rows * args.seq_len // (args.cp * args.tp)
-    itemsize = 2 if args.dtype == "bf16" else 4
-    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
-    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
-
-
 def check(args, given):
     """Raise ValueError if flags do not fit together, or if a given flag lacks what it needs.
 
@@ -2898,23 +2939,18 @@ def holds(rule, args):
     return bool(eval(rule, {"max": max}, vars(args)))
 
 
-def schedule_of(args):
-    """Return the pipeline's schedule; raise ValueError if it is not defined for these flags."""
-    make = SCHEDULES[args.schedule]
-    chunks = [args.chunks] if NUM_CHUNKS[args.schedule] is None else []
+def check_schedule(args):
+    """Raise ValueError if the pipeline's schedule is not defined for these flags."""
     try:
-        schedule = make(args.pp, args.microbatches, *chunks)
+        routes = schedule_of(args).routes
     except ValueError as error:
         raise ValueError(f"{typed(args, 'schedule', 'pp', 'microbatches')}: {error}") from None
-    if args.overlap:
-        schedule = pair_up(schedule)
-    stages = len(schedule.routes[0])
+    stages = len(routes[0])
     # the first stage may hold just the embedding, and the last one just the head
     need(args.layers + 2 >= stages, f"{typed(args, 'layers')} is too few for {stages} stages")
-    most = max(map(len, divide_layers(args, schedule.routes)))
+    most = max(map(len, divide_layers(args, routes)))
     sentence = f"{typed(args, 'recompute_layers')} is more than a stage has, at most {most}"
     need(args.recompute_layers <= most, sentence)
-    return schedule
 
 
 USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
@@ -3110,37 +3146,6 @@ def agree(argv):
     if over_nccl(args, device):
         schedule_as_batch("SCHED_OTHER")  # messages do not depend on gloo's threads
     return args, device
-
-
-def over_nccl(args, device):
-    """Return whether messages go over NCCL, for which each process needs a GPU of its own."""
-    return device.type == "cuda" and args.device != "shared"
-
-
-def make_group(ranks, timeout, gpu=None):
-    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
-
-    On a GPU it has NCCL, on a stream of high priority, so that messages do not wait for kernels of
-    the computation. Otherwise, and if it has one rank, it has the backend of the world, gloo.
-    """
-    is_alone = len(ranks) == 1
-    if is_alone or gpu is None:
-        return dist.new_group(ranks, timeout, use_local_synchronization=is_alone)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # new_group() warns if it differs
-    return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
-
-
-def ranks_on_one_node(slices, per_node):
-    """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
-
-    Copies of a weight get equal bits only if all groups of an axis sum in the same order, which
-    depends on this number. With tp 4 and 6 ranks per node, ranks 0 to 3 share a node and 4 to 7 are
-    on two, so it is 1 for both groups.
-    """
-    nodes = slices // per_node
-    sizes = {size for row in nodes.tolist() for size in Counter(row).values()}
-    return min(sizes) if len(sizes) == 1 else 1
 
 
 def choose_device(args, local_rank=0, per_node=1):

@@ -310,7 +310,7 @@ def test_a_parameter_or_buffer_whose_initial_value_is_not_declared_is_refused_by
 
         fault = rf"h\.0\.ln_1\.{attribute} has no initial value"
         with patch.object(torch.nn, "LayerNorm", Norm):
-            with pytest.raises(hybrid.TrainingError, match=fault):
+            with pytest.raises(AssertionError, match=fault):
                 make_trainer("")
 
 
