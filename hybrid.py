@@ -416,17 +416,19 @@ def make_mesh(args, groups=None, device=torch.device("cpu")):
         # without experts, layers send nothing over dp_group, so it may share a group of gradients
         carries_gradients = name in GRADIENT_GROUPS or (name == "dp_group" and not args.experts)
         for ranks in map(tuple, slices.tolist()):
+            # a group of one sends nothing, so its rank alone creates it, and one serves all names
             is_alone = len(ranks) == 1
             if is_alone and rank not in ranks:
-                continue  # a group of one is created by its rank alone
+                continue
             key = (ranks, carries_gradients and not is_alone)
             if key not in groups:
                 groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
             if rank in ranks:
                 own[name] = groups[key]
         if name in own:
+            # our collectives work inside a node first, and then between nodes
             set_ranks_per_node(ranks_on_one_node(slices, args.per_node), own[name])
-            if args.collectives == "backend":
+            if args.collectives == "backend":  # PyTorch's own, for comparison
                 set_backend_collectives(own[name])
     barrier()  # no rank may end, and close its connections, while others still make theirs
     return Mesh(**own)
@@ -488,51 +490,58 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
 def slices_of_experts(grid, ep, ep_nodes, replicate):
     """Cut the grid into the groups of layers with experts.
 
-    The ranks of dp x cp x tp have the same layers. In an ep_group they divide the experts. It takes
-    gcd(ep, tp) ranks from tp, which share a node, and the others from dp x cp. On 8 ranks, pp 1:
+    The ranks of dp x cp x tp have the same layers. Each row below is a tp_group. The rows are cut
+    into blocks of ep ranks, which divide the experts. A block has gcd(ep, tp) columns, as ranks of
+    tp share a node, and ep / gcd(ep, tp) rows. On 8 ranks with pp 1:
 
-                             tp 2, ep 4           tp 4, ep 2
-        tp_group             0 1, 2 3, 4 5, 6 7   0 1 2 3, 4 5 6 7
-        ep_group             0 1 2 3, 4 5 6 7     0 1, 2 3, 4 5, 6 7    hold different experts
-        expert_dp_group      0 4, 1 5, 2 6, 3 7   0 4, 1 5, 2 6, 3 7    same experts, over dp x cp
-        expert_tp_group      each rank alone      0 2, 1 3, 4 6, 5 7    same experts, over tp
+                         tp 2, ep 4          tp 4, ep 2
+                          0 1                 0 1 | 2 3
+                          2 3                -----+-----
+                         -----                4 5 | 6 7
+                          4 5
+                          6 7
 
-    expert_shard_group and expert_replicate_group divide an expert_dp_group, as shard_group and
-    replicate_group divide a dp_cp_group. gcd(replicate, its size) of its ranks hold the same shard.
+        ep_group         0 1 2 3, 4 5 6 7    0 1, 2 3, 4 5, 6 7  the ranks of a block
+        expert_dp_group  0 4, 1 5, 2 6, 3 7  0 4, 1 5, 2 6, 3 7  a place in blocks under each other
+        expert_tp_group  each rank alone     0 2, 1 3, 4 6, 5 7  a place in blocks side by side
 
-    ep_nodes: the number of nodes that an ep_group spans. With ep 8 on two nodes of 4 ranks:
-
-        node_group           0 1 2 3, 4 5 6 7     its ranks on one node
-        cross_group          0 4, 1 5, 2 6, 3 7   its ranks with the same rank in their node_group
+    Ranks at the same place in their blocks have the same experts. expert_shard_group and
+    expert_replicate_group divide an expert_dp_group, as shard_group and replicate_group divide a
+    dp_cp_group. gcd(replicate, its size) of its ranks hold the same shard. ep_nodes, node_group and
+    cross_group: see nodes_of_experts().
     """
-    pp, dp, cp, tp = grid.shape
-    from_tp = math.gcd(ep, tp)
-    # ep divides dp x cp x tp, and from_dp_cp has no factor in common with tp // from_tp, so it
-    # divides dp x cp
-    from_dp_cp = ep // from_tp
-    # dims: pp, block of dp x cp, place in it, block of tp, place in it
-    blocks = grid.view(pp, -1, from_dp_cp, tp // from_tp, from_tp)
-    ep_groups = along(blocks, 2, 4)  # all places of two blocks
-    expert_dp_groups = along(blocks, 1)  # one place, in each block of dp x cp
+    pp, *_, tp = grid.shape
+    columns = math.gcd(ep, tp)
+    rows = ep // columns
+    # rows divides dp x cp, as it shares no factor with tp // columns and ep divides dp x cp x tp
+    blocks = grid.view(pp, -1, rows, tp // columns, columns)  # (pp, down, row, across, column)
+    ep_groups = along(blocks, 2, 4)
+    expert_dp_groups = along(blocks, 1)
     expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
     return {
         "ep_group": ep_groups,
         "expert_dp_group": expert_dp_groups,
         "expert_shard_group": neighbours(expert_dp_groups, expert_replicate),
         "expert_replicate_group": counterparts(expert_dp_groups, expert_replicate),
-        "expert_tp_group": along(blocks, 3),  # one place, in each block of tp
+        "expert_tp_group": along(blocks, 3),
         "node_group": neighbours(ep_groups, ep_nodes),
         "cross_group": counterparts(ep_groups, ep_nodes),
     }
 
 
 def nodes_of_experts(args):
-    """Return over how many nodes an ep_group is spread, with equally many of its ranks on each."""
-    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of_experts()
-    in_dp_cp = args.ep // in_tp
-    if args.per_node % args.tp == 0:  # a node has whole tp_groups
-        return in_dp_cp // math.gcd(in_dp_cp, args.per_node // args.tp)
-    return args.ep // math.gcd(in_tp, args.per_node)
+    """Return ep_nodes: over how many nodes an ep_group is spread, with equally many ranks on each.
+
+    With ep 8 on two nodes of 4 ranks:
+
+        node_group           0 1 2 3, 4 5 6 7     its ranks on one node
+        cross_group          0 4, 1 5, 2 6, 3 7   its ranks with the same rank in their node_group
+    """
+    columns = math.gcd(args.ep, args.tp)  # of the ep_group as a block, see slices_of_experts()
+    rows = args.ep // columns
+    if args.per_node % args.tp == 0:  # a node has whole tp_groups, which are rows
+        return rows // math.gcd(rows, args.per_node // args.tp)
+    return args.ep // math.gcd(columns, args.per_node)
 
 
 def along(grid, *dims):
@@ -691,7 +700,7 @@ class Parallel(NamedTuple):
     """What the layers of a stage need on this rank, besides the GPTConfig."""
 
     tp_group: dist.ProcessGroup | None = None  # the ranks that split the layers
-    random: AbstractContextManager = nullcontext()  # in it, the ranks of tp draw different masks
+    random: AbstractContextManager = nullcontext()  # or ShardedRandomState: masks differ over tp
     attention_fn: Callable = attention  # attention_fn(q, k, v, dropout probability)
     defer: WeightGradStore | None = None  # the `deferred` of make_chunks(), if any
     make_moe: Callable | None = None  # make_moe() creates the mixture of experts of a layer
@@ -800,20 +809,20 @@ class Block(nn.Module):
 
 def make_moe(args, mesh):
     """Create the mixture of experts of a layer, (T, B, D) -> (T, B, D)."""
-    by_losses = args.balance == "aux"
+    has_losses = args.balance == "aux"
     layer = MoE(
         args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
         tp_group=None if args.sp else mesh.tp_group,  # without sp, MoE divides the tokens over tp
         # what the experts are
         shared_experts=args.shared_experts, gated=args.is_llama,
         activation=SwiGLU() if args.is_llama else None,
-        # which of them a token may use, and how many tokens one takes
+        # which of them a token may use, those of how many nodes, and how many tokens one takes
         score="sigmoid" if args.balance == "bias" else "softmax",
         n_group=args.ep_nodes, topk_group=args.topk_nodes, capacity_factor=args.capacity_factor,
         # losses: loads should be equal, and the router's logits small
         balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-        balance_coefficient=0.01 * by_losses,  # Switch Transformer's (Fedus et al., 2021)
-        z_coefficient=0.001 * by_losses,  # ST-MoE's (Zoph et al., 2022)
+        balance_coefficient=0.01 if has_losses else 0.0,  # as in Fedus et al., 2021
+        z_coefficient=0.001 if has_losses else 0.0,  # as in Zoph et al., "ST-MoE", 2022
         loss_scale=1 / args.microbatches,
         # messages: once per node, and in parts, of which one travels while another is computed
         nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
@@ -822,10 +831,11 @@ def make_moe(args, mesh):
     shard = Shard(0, (args.experts,), mesh.ep_group)
     layer.experts.shards = {"w_in": shard, "w_out": shard}
     declare(layer.experts, is_expert=True, w_in=Normal(), w_out=args.into_residual)
-    declare(layer.router, weight=Normal(), bias=0.0)
+    declare(layer.router, weight=Normal(), bias=0.0)  # bias: the buffer of --balance bias
     if layer.shared is not None:
-        declare(layer.shared[0], weight=Normal())
-        declare(layer.shared[2], weight=args.into_residual)
+        w_in, _, w_out = layer.shared  # and the activation
+        declare(w_in, weight=Normal())
+        declare(w_out, weight=args.into_residual)
     return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
 
 
@@ -889,6 +899,7 @@ class GPT(nn.Module):
         if self.is_last:
             self.transformer["ln_f"] = make_norm(config)
             has_original = self.is_first and config.is_tied
+            # the head is an embedding module, of which forward() uses the weight only
             self.lm_head = self.transformer["wte"] if has_original else embedding()
             self.vocab_start = self.lm_head.start
 
@@ -920,7 +931,8 @@ class GPT(nn.Module):
 #     part       the rows, columns or experts of a whole that tp or ep gives to a rank. If nothing
 #                splits a parameter, the part is the whole
 #     shard      an equal share of a flat tensor into which ZeRO packs the parts of many parameters
-#     piece      the elements of one part that lie in this rank's shard, possibly none
+#     piece      the elements of one part that lie in this rank's shard, possibly none. It has as
+#                many dims as the part: n elements of a matrix are (n, 1)
 #
 # tensor_parallel.py follows PyTorch: its class Shard describes a part, and set_shard() makes one.
 #
@@ -1218,12 +1230,15 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
 
 
 def wrap(args, homes, chunks, placements):
-    """Wrap each chunk in DDP or in ZeRO's class, which sum its gradients over dp x cp."""
+    """Wrap each chunk in DDP or in ZeRO's class, which sum its gradients over dp x cp.
+
+    The sums begin in backward and end in finish_grad_sync(). A gradient_divide_factor of 1 makes
+    them sums rather than means.
+    """
     weights = [placement for placement in placements if not placement.is_buffer]
     if args.zero:
         return wrap_in_zero(args, homes, chunks, weights)
-    of_experts = [weight.tensor for weight in weights if weight.home is homes.experts]
-    groups = dict.fromkeys(of_experts, homes.experts.dp_cp_group)
+    groups = {weight.tensor: weight.home.dp_cp_group for weight in weights}
     wrapped = []
     for chunk in chunks:
         ddp = DistributedDataParallel(
@@ -1238,15 +1253,10 @@ def wrap(args, homes, chunks, placements):
 def wrap_in_zero(args, homes, chunks, weights):
     """Wrap each chunk in FullyShardedDataParallel. weights: the Placements of parameters.
 
-    With bf16, gradients are summed in fp32, over microbatches and over ranks. A router's weight is
-    in fp32 everywhere.
+    With bf16, gradients are summed in fp32, over microbatches and over ranks, as sums of many terms
+    in bf16 would lose the small ones.
     """
-    home = homes.experts
-    own_groups = {"process_group": home.shard_group, "replicate_group": home.replicate_group}
-    routers = [m.weight for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
-    per_parameter = {weight.tensor: own_groups for weight in weights if weight.home is home}
-    per_parameter |= dict.fromkeys(packed_apart(args, homes, weights), {"apart": True})
-    per_parameter |= dict.fromkeys(routers, {"param_dtype": None})
+    per_parameter = {weight.tensor: zero_options(args, weight) for weight in weights}
     dtypes = {}
     if args.dtype == "bf16":
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -1263,29 +1273,32 @@ def wrap_in_zero(args, homes, chunks, weights):
     return wrapped
 
 
-def packed_apart(args, homes, weights):
-    """Return the weights that ZeRO packs apart from the others of their unit.
+def zero_options(args, weight):
+    """Return ZeRO's options for a parameter, given its Placement.
 
-    sum_shared_gradients() adds pieces of copies, which must therefore be the same elements on all
-    ranks of the sum. So a copy may share a flat tensor only with weights that have equal sizes on
-    these ranks. With 257 tokens and tp 2, wte has not, and ZeRO's cut (^) of a flat tensor into two
-    shards would give the ranks of tp different elements of wpe:
+    ZeRO packs the parameters of a unit, such as a layer, into one flat tensor, and cuts this into
+    equal shards. sum_shared_gradients() adds the pieces of copies on several ranks. So all of them
+    must be cut at the same elements, which depends on the sizes of the parameters beside them. Here
+    the cut (^) gives two ranks of tp different elements of wpe, because 2 does not divide 257:
 
         flat tensor on rank 0 of tp    | wte, 129 rows   | wpe               |
                                                           ^
         flat tensor on rank 1 of tp    | wte, 128 rows  | wpe               |
                                                          ^
 
-    So weights that tp splits are packed apart from those that it does not split. The tied weight is
-    packed apart because its two stages have different weights beside it. It is then alone, since
-    layers are units of their own, and tp splits no other weight outside of layers.
+    So ZeRO packs weights that tp splits apart from those that it does not split. It also packs the
+    tied weight apart, since the first and the last stage have different weights beside it. This
+    suffices as long as GPT splits no other weight outside of its layers.
     """
-    apart = set()
-    for weight in weights:
-        is_split = weight.part is not None and args.tp > 1
-        if weight.home is homes.dense and (is_split or weight.is_tied):  # ep divides evenly
-            apart.add(weight.tensor)
-    return apart
+    options = {}
+    if weight.module.is_expert:
+        options["process_group"] = weight.home.shard_group
+        options["replicate_group"] = weight.home.replicate_group
+    elif weight.is_tied or (weight.part is not None and args.tp > 1):
+        options["apart"] = True
+    if isinstance(weight.module, Router):
+        options["param_dtype"] = None  # it stays in fp32, as rounding would change choices
+    return options
 
 
 # ---- the optimizer -------------------------------------------------------------------------------
@@ -1411,7 +1424,7 @@ class Trainer:
             # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all
             sync_each=args.zero > 1,
         )  # fmt: skip
-        if args.overlap:  # where tokens travel, a forward hands over to a backward, and vice versa
+        if args.overlap:  # while tokens travel, the other pass computes: see Turns in pipeline.py
             for mixture in self.mixtures.values():
                 mixture.hand_over = self.pipeline.turns.hand_over
 
@@ -1441,7 +1454,8 @@ class Trainer:
         # Here the host waits for the device, once. In layers it does so only if they have experts.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            # all ranks come here or none, since sums have equal bits on all ranks
+            # All ranks come here or none, since our sums have equal bits on all ranks. With sums of
+            # --collectives backend that differ, ranks may wait for each other until --timeout.
             numbers = "loss {loss:.4f}, grad norm {grad_norm:.3f}".format_map(metrics)
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {numbers}")
         rate = learning_rate(self.steps_done, args)
@@ -1793,7 +1807,7 @@ def read_data(args):
     Raises TrainingError with status 2 if the data cannot be read, differ between ranks, or have a
     token outside the vocabulary. With different data, such as the standard libraries of two Python
     versions, a pipeline's last stage would have targets that do not belong to the first stage's
-    inputs. So each rank reads all tokens twice, which takes some ten minutes per TB, and a rank
+    inputs. So each rank reads all tokens twice, which takes tens of minutes per TB, and a rank
     whose disk is slower may be late by --timeout at most.
     """
     source = f"--data {args.data or '(default)'}: "
@@ -1995,9 +2009,10 @@ def text_of(tokens):
 #
 # A checkpoint saved in one layout can be loaded in any other ("resharding"), because it holds whole
 # tensors. Each rank says which boxes, that is rectangular blocks, of a whole it has, and PyTorch's
-# checkpoints copy what boxes of the old layout and of the new one have in common. A piece is a
-# range of a flattened part. So it is cut into boxes of the part, and these into boxes of the whole.
-# Here a rank has rows 0, 1 and 4 of a whole of (6, 2) as its part, and a piece of 5 elements:
+# checkpoints copy what boxes of the old layout and of the new one have in common. The elements of a
+# piece follow each other in the part, row by row, and may begin and end within a row. So a piece is
+# cut into boxes of the part, and these into boxes of the whole. Here a rank has rows 0, 1 and 4 of
+# a whole of (6, 2) as its part, and a piece of 5 elements:
 #
 #     whole    part     piece                  boxes of the part    boxes of the whole
 #     row 0    row 0    . 1                    (0, 1): 1            (0, 1): 1
@@ -2013,18 +2028,18 @@ def views_in_whole(parameter, tensor, part=None):
     parameter: a part that lies where `part` says, the whole if that is None, or a piece of it.
     tensor: the parameter, or a tensor of the same layout, such as a moment.
     """
-    # A piece of zero.py has the shape of what it is a piece of: here the part.
-    shape = getattr(parameter, "whole_shape", parameter.shape)
+    # ZeRO gives a piece these two attributes, and its whole is our part.
+    part_shape = getattr(parameter, "whole_shape", parameter.shape)
     begin = getattr(parameter, "offset", 0)
     rest = tensor.detach().view(-1)
     views = {}
-    for index, sizes in boxes_between(shape, begin, begin + len(rest)):
+    for index, sizes in boxes_between(part_shape, begin, begin + len(rest)):
         size = math.prod(sizes)
         views |= boxes_in_whole(index, rest[:size].view(sizes), part)
         rest = rest[size:]
     if part is None:
-        return shape, views
-    return (*shape[: part.dim], sum(part.blocks), *shape[part.dim + 1 :]), views
+        return part_shape, views
+    return (*part_shape[: part.dim], sum(part.blocks), *part_shape[part.dim + 1 :]), views
 
 
 def boxes_between(shape, begin, end):
@@ -2274,7 +2289,7 @@ class Saver:
     raises the error.
 
     Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. It
-    is asked after each step, so a validation ends first, and SIGTERM in the last one has no effect.
+    is asked after each step, so a validation ends first. After the last step SIGTERM has no effect.
     At the end of `with`, a save under way is waited for, unless ranks have come apart. Until the
     thread has ended, the folder is locked against other runs, if its file system has locks.
 
@@ -3046,7 +3061,8 @@ def flags_of(args):
 # torchrun by default after 30 seconds. If the step and the save take longer, they are lost.
 
 # Variables that main() sets unless they are set already. CUDA and NCCL read them when they start.
-# NCCL_LAUNCH_ORDER_IMPLICIT=1 is for a run with several groups that hangs, as it delays kernels.
+# If a run hangs because ranks have started kernels of two groups in different orders, set
+# NCCL_LAUNCH_ORDER_IMPLICIT=1, which keeps the host's order. It is not set, as it delays kernels.
 ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # with fewer queues, kernels wait for unrelated messages
     "NCCL_MAX_P2P_NCHANNELS": "16",  # half of the usual channels, and so half of NCCL's buffers
