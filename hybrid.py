@@ -599,6 +599,15 @@ def declare(module, is_expert=False, **initial):
     return module
 
 
+def flag(default, help, **details):
+    """Declare a dataclass field that is also a flag of the command line.
+
+    details: choices, or the bounds of a number, which must be in [least, below). By default, least
+        is 1, or 0 for a float, and below is 2**31, or infinity for a float.
+    """
+    return field(default=default, metadata={"help": help} | details)
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """What defines a GPT, and how its layers save memory. Args adds the flags of a run.
@@ -610,27 +619,34 @@ class GPTConfig:
         V   vocab_size
     """
 
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    seq_len: int = 64
-    vocab_size: int = 256
-    dropout: float = 0.0
-    kv_heads: int | None = None  # heads of keys and values, as many as queries' if None
-    ffn: int | None = None  # mlp_width, or None for 4 hidden
-    block: str = "gpt2"  # or "llama"
-    rope_theta: float = 10000.0  # see RotaryPositions
-    head: str | None = None  # "tied", "untied", or None for the block's usual one
-    experts: int = 0  # of a layer; 0 for an MLP
-    top_k: int = 2  # experts of a token
-    shared_experts: int = 0  # which every token uses, besides its top_k
-    capacity_factor: float | None = None  # largest load of an expert / mean load
-    balance: str = "aux"  # loads by losses; or "bias" of the router, or "none"
-    moe_every: int = 1  # one layer in this many has experts
-    topk_nodes: int | None = None  # nodes whose experts a token may use, or None for all
-    sp: bool = False  # tp also divides the activations between matrices
-    recompute: str = "none"  # in backward: "selective" for attention, "full" for layers
-    recompute_layers: int = 1  # which "full" recomputes as one
+    layers: int = flag(4, "number of transformer layers", below=10**5)
+    hidden: int = flag(128, "width of the model")
+    heads: int = flag(4, "attention heads")
+    seq_len: int = flag(64, "tokens in a sequence")
+    vocab_size: int = flag(256, "tokens in the vocabulary")
+    dropout: float = flag(0.0, "dropout in attention and residuals", below=1)
+    kv_heads: int | None = flag(None, "heads of keys and values (default: --heads)")
+    ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)")
+    block: str = flag("gpt2", "GPT-2's or Llama's layers", choices=("gpt2", "llama"))
+    rope_theta: float = flag(10000.0, "base of rotary positions' angles", least=1)
+    head: str | None = flag(
+        None, "tied to the embedding (default: with gpt2)", choices=("tied", "untied")
+    )
+    experts: int = flag(0, "experts in a layer, or 0 for an MLP", least=0)
+    top_k: int = flag(2, "experts that a token uses")
+    shared_experts: int = flag(0, "experts that every token uses in addition", least=0)
+    capacity_factor: float | None = flag(None, "limit of an expert's load / mean load", least=0.01)
+    balance: str = flag(
+        "aux", "balance experts by losses or a bias", choices=("aux", "bias", "none")
+    )
+    moe_every: int = flag(1, "one layer in this many has experts")
+    topk_nodes: int | None = flag(None, "nodes whose experts a token may use (default: all)")
+    sp: bool = flag(False, "sequence parallelism: split activations over tp, too")
+    recompute: str = flag(
+        "none", "recompute attention (selective) or layers (full) in backward",
+        choices=("none", "selective", "full"),
+    )  # fmt: skip
+    recompute_layers: int = flag(1, "layers that --recompute full recomputes as one")
 
     @property
     def mlp_width(self):
@@ -2463,7 +2479,7 @@ def check_checkpoint(path, args):
     """Return what run.json says. Raise ValueError if the checkpoint is damaged or of another model.
     """
     run = read_run(path, dist.get_rank(), args.world_size)
-    for name in [name for name in MODEL_FLAGS if name not in MAY_CHANGE]:
+    for name in [each.name for each in fields(GPTConfig) if each.name not in MAY_CHANGE]:
         own = as_typed(name, getattr(args, name))  # "--hidden 128"
         theirs = as_typed(name, run.get(name))
         need(own == theirs, f"{own}, but {path} has {theirs}")
@@ -2720,47 +2736,9 @@ def describe(trainer):
 
 # ---- flags ---------------------------------------------------------------------------------------
 #
-# A flag is a field of Args. Those of the model are the fields of GPTConfig, with their types and
-# defaults, and MODEL_FLAGS adds what the command line says of them. The others are declared below.
+# A flag is a field of Args that flag() declares. Those of the model are the fields of GPTConfig.
 # parse() takes the flags that are given, complete() sets the others, and check() compares all with
-# the rules. The pipeline's schedule, schedule_of(), has rules of its own.
-
-
-def flag(default, help, **details):
-    """Declare a dataclass field that is also a flag.
-
-    details: choices, or the bounds of a number, which must be in [least, below). By default, least
-        is 1, or 0 for a float, and below is 2**31, or infinity for a float.
-    """
-    return field(default=default, metadata={"help": help} | details)
-
-
-MODEL_FLAGS = {
-    "layers": {"help": "number of transformer layers", "below": 10**5},
-    "hidden": {"help": "width of the model"},
-    "heads": {"help": "attention heads"},
-    "seq_len": {"help": "tokens in a sequence"},
-    "vocab_size": {"help": "tokens in the vocabulary"},
-    "dropout": {"help": "dropout in attention and residuals", "below": 1},
-    "kv_heads": {"help": "heads of keys and values (default: --heads)"},
-    "ffn": {"help": "inner width of an MLP or expert (default: 4 x --hidden)"},
-    "block": {"help": "GPT-2's or Llama's layers", "choices": ("gpt2", "llama")},
-    "rope_theta": {"help": "base of rotary positions' angles", "least": 1},
-    "head": {"help": "tied to the embedding (default: with gpt2)", "choices": ("tied", "untied")},
-    "experts": {"help": "experts in a layer, or 0 for an MLP", "least": 0},
-    "top_k": {"help": "experts that a token uses"},
-    "shared_experts": {"help": "experts that every token uses in addition", "least": 0},
-    "capacity_factor": {"help": "limit of an expert's load / mean load", "least": 0.01},
-    "balance": {"help": "balance experts by losses or a bias", "choices": ("aux", "bias", "none")},
-    "moe_every": {"help": "one layer in this many has experts"},
-    "topk_nodes": {"help": "nodes whose experts a token may use (default: all)"},
-    "sp": {"help": "sequence parallelism: split activations over tp, too"},
-    "recompute": {
-        "help": "recompute attention (selective) or layers (full) in backward",
-        "choices": ("none", "selective", "full"),
-    },
-    "recompute_layers": {"help": "layers that --recompute full recomputes as one"},
-}
+# two tables of rules. check_schedule() asks the pipeline's schedule for its own rules.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -2827,40 +2805,44 @@ class Args(GPTConfig):
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
-FLAGS = {each.name: each for each in fields(Args) if each.metadata or each.name in MODEL_FLAGS}
+FLAGS = {each.name: each for each in fields(Args) if each.metadata}
 PATHS = {"data", "checkpoint", "metrics"}  # flags that may differ between the machines of a run
-
-# Rules are expressions of flags, and not functions, because --help and errors show the very rule
-# that is evaluated, and an error lists the flags that occur in it.
 
 WITH_CHUNKS = [name for name, v in NUM_CHUNKS.items() if v is None]  # --chunks per rank
 WITH_PAIRS = ["dualpipe", "dualpipe-v"]  # may compute a forward and a backward together: --overlap
 
-# {rule: flags that have no effect without it, and are refused}
-WITHOUT_EFFECT_UNLESS = {
-    "block == 'llama'": "rope_theta",
-    "experts > 0": "top_k shared_experts capacity_factor balance moe_every topk_nodes ep",
-    "ep > 1": "expert_parts",
-    "tp > 1": "sp",
-    "cp > 1": "cp_method",
-    "pp > 1": "schedule",
-    f"schedule in {WITH_PAIRS}": "overlap",
-    f"schedule in {WITH_CHUNKS}": "chunks",
-    "zero > 0": "replicate",
-    "recompute == 'full'": "recompute_layers",
-    "pp * dp * cp * tp > 1": "collectives",
-    "lr_decay != 'none'": "decay_steps min_lr",
-    "checkpoint": "save_every keep",
-    "sample != 0": "prompt temperature",
+# Rules are expressions of flags, and not functions, because --help and errors show the very rule
+# that is evaluated, and an error lists the flags that occur in it.
+
+# {flag: what must hold if it is given, since it would have no effect otherwise}. A value with which
+# it asks for nothing is allowed.
+NEEDS = {
+    "rope_theta": "block == 'llama'",
+    "top_k": "experts > 0",
+    "shared_experts": "experts > 0 or shared_experts == 0",
+    "capacity_factor": "experts > 0",
+    "balance": "experts > 0 or balance == 'none'",
+    "moe_every": "experts > 0 or moe_every == 1",
+    "topk_nodes": "experts > 0",
+    "ep": "experts > 0 or ep == 1",
+    "expert_parts": "ep > 1 or expert_parts == 1",
+    "sp": "tp > 1",
+    "cp_method": "cp > 1",
+    "schedule": "pp > 1 or schedule == '1f1b'",
+    "overlap": f"schedule in {WITH_PAIRS}",
+    "chunks": f"schedule in {WITH_CHUNKS} or chunks == 1",
+    "replicate": "zero > 0 or replicate == 1",
+    "recompute_layers": "recompute == 'full' or recompute_layers == 1",
+    "collectives": "world_size > 1 or collectives == 'ours'",
+    "decay_steps": "lr_decay != 'none'",
+    "min_lr": "lr_decay != 'none'",
+    "save_every": "checkpoint",
+    "keep": "checkpoint",
+    "prompt": "sample != 0",
+    "temperature": "sample != 0",
 }
-NEEDS = {name: rule for rule, names in WITHOUT_EFFECT_UNLESS.items() for name in names.split()}
-# The value with which such a flag asks for nothing. It is never refused.
-NOTHING = {
-    "shared_experts": 0, "balance": "none", "moe_every": 1, "ep": 1, "expert_parts": 1,
-    "schedule": "1f1b", "chunks": 1, "replicate": 1, "recompute_layers": 1, "collectives": "ours",
-}  # fmt: skip
-# What must hold of the flags, and how an error says it after it has listed their values. A rule may
-# rely on the earlier ones. Besides flags, it may use the other fields of Args.
+# {what must hold: what an error says if it does not, after the rule's flags and their values}. A
+# rule may rely on the earlier ones. Besides flags, it may use the other fields of Args.
 RULES = {
     "pp * dp * cp * tp == world_size": "pp x dp x cp x tp is not {world_size}, the number of ranks",
     "dtype != 'bf16' or zero != 0":
@@ -2876,7 +2858,7 @@ RULES = {
     "block != 'llama' or hidden // heads % 2 == 0": "a head that rotates has an even width",
     "kv_heads % tp == 0": "tp does not divide heads of keys and values",
     "tp <= vocab_size": "a rank would have no tokens",
-    "ffn % tp == 0 or experts and moe_every == 1": "tp does not divide the width of the MLP",
+    "ffn % tp == 0 or (experts and moe_every == 1)": "tp does not divide the width of an MLP",
     "chunks <= layers + 2": "there are too few layers",
     "experts % ep == 0": "ep does not divide the experts",
     "not experts or top_k <= experts": "a token cannot use an expert twice",
@@ -2942,7 +2924,7 @@ def check(args, given):
     args: all fields of Args, set. given: {name: value} of the flags on the command line.
     """
     for name, rule in NEEDS.items():
-        if name in given and given[name] != NOTHING.get(name):
+        if name in given:
             need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
     for rule, fault in RULES.items():
         names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
@@ -2951,7 +2933,7 @@ def check(args, given):
 
 def holds(rule, args):
     """Return whether an expression of flags, such as "cp > 1", is true."""
-    return bool(eval(rule, {"max": max}, vars(args)))
+    return bool(eval(rule, {}, vars(args)))
 
 
 def check_schedule(args):
@@ -3001,7 +2983,7 @@ class Parser(argparse.ArgumentParser):
 def options_of(name):
     """Return the options of add_argument() for a flag."""
     default = FLAGS[name].default
-    details = FLAGS[name].metadata or MODEL_FLAGS[name]
+    details = FLAGS[name].metadata
     kind, *_ = get_args(FLAGS[name].type) or [FLAGS[name].type]  # the int of `int | None`
     help = details["help"]
     if default is not None and kind is not bool:

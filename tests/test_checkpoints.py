@@ -18,6 +18,7 @@ import time
 import warnings
 from concurrent import futures
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import fields
 from pathlib import Path
 from unittest.mock import patch
 
@@ -832,7 +833,7 @@ def test_files_of_a_killed_save_are_not_in_the_checkpoint_that_takes_its_name(tm
 def test_only_flags_that_no_weight_depends_on_may_change_when_a_run_continues():
     args = hybrid.parse([], 1)
     free = "dropout sp recompute recompute_layers capacity_factor topk_nodes".split()
-    for name in hybrid.MODEL_FLAGS:
+    for name in [each.name for each in fields(hybrid.GPTConfig)]:
         saved = hybrid.flags_of(args) | {name: "another"}
         refused = pytest.raises(ValueError, match=f"{hybrid.as_typed(name)} another")
         with (
