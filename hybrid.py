@@ -1887,9 +1887,8 @@ def read_tokens(path, dtype):
     is_text = "\0" not in text and "\ufffd" not in text  # U+FFFD stands for what is not UTF-8
     need(not is_text, f"{name} is text, so its name should not end with .bin")
     tokens = np.memmap(path, dtype, "r")
-    how = f"np.fromfile(FILE, DTYPE).astype(np.{dtype.__name__}).tofile('train.bin')"
     are_wider = are_halves(tokens)
-    need(not are_wider, f"{name} is of a wider type than {dtype.__name__}: {how}")
+    need(not are_wider, f"{name} is of a wider type than {dtype.__name__}")
     return tokens
 
 
@@ -2190,19 +2189,6 @@ def run_of(trainer, data_digest):
     return flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__} | facts
 
 
-class Writer(dcp.FileSystemWriter):
-    """PyTorch's writer, which raises the file system's error rather than one that follows from it.
-
-    After a disk is full, torch.save() complains that it has not written as much as it should have.
-    """
-
-    def write_data(self, plan, planner):
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            raise error.__context__ or error
-
-
 def write_checkpoint(state, path, run, group):
     """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
 
@@ -2211,7 +2197,7 @@ def write_checkpoint(state, path, run, group):
     partial_path = path.with_suffix(".partial")
     options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
     # each rank waits until its files are on the disk; there is nothing to copy ahead from a GPU
-    storage = Writer(partial_path, sync_files=True, per_thread_copy_ahead=0)
+    storage = dcp.FileSystemWriter(partial_path, sync_files=True, per_thread_copy_ahead=0)
     write = partial(dcp.save, state, storage_writer=storage, process_group=group)
     on_all_ranks(write, **options)
     files = partial_path.glob(f"__{dist.get_rank()}_*")  # this rank has written
@@ -2272,9 +2258,8 @@ def create_moments(trainer):
     """
     weights = trainer.parameters()
     gradients = [weight.grad for weight in weights]
-    zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))  # to save memory
     for weight in weights:
-        weight.grad = zeros[: weight.numel()].view(weight.shape)
+        weight.grad = torch.zeros_like(weight)
     trainer.optimizer.step()
     for weight, gradient in zip(weights, gradients):
         weight.grad = gradient
@@ -2950,31 +2935,14 @@ def check_schedule(args):
     need(args.recompute_layers <= most, sentence)
 
 
-USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
-EPILOG = """
-A flag that has no effect without another one is refused if the other one is missing.
-
-example: two pipeline stages, each on two ranks that split its layers' matrices
-  torchrun --nproc-per-node 4 hybrid.py --pp 2 --tp 2 --steps 100
-"""
-HEADINGS = {  # in --help, before these flags
-    "layers": "model", "experts": "experts", "sp": "layout", "batch_size": "optimisation",
-    "device": "run",
-}  # fmt: skip
-
-
 class Parser(argparse.ArgumentParser):
     """The command line's parser. It raises ValueError on errors, and sets only the flags given."""
 
     def __init__(self, **options):
-        super().__init__(
-            "hybrid.py", usage=USAGE, description=__doc__.splitlines()[0], epilog=EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options,
-        )  # fmt: skip
+        usage = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
+        super().__init__(usage=usage, allow_abbrev=False, **options)
         for name in FLAGS:
-            if name in HEADINGS:
-                group = self.add_argument_group(HEADINGS[name])
-            group.add_argument(as_typed(name), default=argparse.SUPPRESS, **options_of(name))
+            self.add_argument(as_typed(name), default=argparse.SUPPRESS, **options_of(name))
 
     def error(self, message):
         raise ValueError(message.removeprefix("argument "))
@@ -2996,7 +2964,7 @@ def options_of(name):
         return {"help": help, "type": kind, "choices": details.get("choices")}
     least = details.get("least", 1 if kind is int else 0)
     below = details.get("below", 2**31 if kind is int else math.inf)
-    return {"help": help, "type": at_least(least, kind, below), "metavar": "N"}
+    return {"help": help, "type": at_least(least, kind, below)}
 
 
 def at_least(least, kind=int, below=math.inf):

@@ -575,16 +575,17 @@ def test_a_full_disk_ends_all_ranks_with_one_line_by_the_next_step(tmp_path):
 
 
 @on_ranks(1)
-def test_a_save_says_that_the_disk_is_full_wherever_it_fills_up(tmp_path):
+def test_a_save_fails_wherever_the_disk_fills_up(tmp_path):
     """The limit falls into the headers, the numbers, or the ends of what torch.save() writes."""
     state = {"model": {"a": torch.ones(50), "b": torch.ones(3000)}}
     for limit in range(0, 14000, 200):
         limit_files(limit)
-        with pytest.raises(hybrid.TrainingError) as raised:
+        with pytest.raises(hybrid.TrainingError):
             hybrid.write_checkpoint(state, tmp_path / "step_00000001", {"keep": 1}, None)
         limit_files(None)
-        assert str(raised.value).endswith("step_00000001: [Errno 27] File too large"), limit
+        assert hybrid.checkpoints_of(tmp_path) == []
     hybrid.write_checkpoint(state, tmp_path / "step_00000001", {"keep": 1}, None)
+    assert hybrid.checkpoints_of(tmp_path) == [tmp_path / "step_00000001"]
 
 
 def _lose_rank_1(folder):
