@@ -126,7 +126,7 @@ def plain_groups(pp, dp, tp):
 
     Collective: each rank creates all groups, in the same order, also those that it is not in. With
     NCCL, pass a device_id to init_process_group(), so that a group connects when it is created.
-    Otherwise it would connect at its first message, and wait for ranks that take no part in it.
+    Otherwise its first message would wait for all its ranks, also for those that need not send it.
     """
     grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
     groups = {}
@@ -156,7 +156,7 @@ def plain_weights(V, T, D, layers):
 def plain_part(whole, dim, group):
     """Return this rank's part of a weight as a parameter. All ranks have the whole weight."""
     rank, P = rank_and_size(group)
-    assert whole.size(dim) % P == 0, "the techniques above expect equal parts"
+    assert whole.size(dim) % P == 0, "the plain forms expect equal parts"
     return nn.Parameter(whole.chunk(P, dim)[rank].clone())
 
 
@@ -271,7 +271,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
     return loss.item()
 
 
-# The other techniques replace (-) or add (+) a few lines each:
+# The other techniques replace (-) or add (+) a few lines each. tests/test_hybrid.py trains by each
+# of these four:
 #
 # ZeRO-1   the optimizer's state is divided over dp. zero.py shows how the function `update` takes
 #          the optimizer's place
@@ -285,27 +286,38 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #          the sum of losses is divided by dp.
 #
 # cp       one more axis, with groups["cp"]. A rank has 1/cp of the positions: of inputs and
-#          targets, and of the parameter `positions`
-#          -  y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  in split_attention()
+#          targets, and of the parameter `positions`. In split_attention(), which also gets cp_group
+#          -  y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 #          +  y = simple_allgather_attention(q, k, v, cp_group)
 #          Losses and gradients are summed over dp x cp. The gradient of `positions`, of which each
 #          cp rank has a part, is summed over dp alone.
 #
-# sp       x is (B, T/tp, D) between layers and between stages
-#          +  x = scatter_to_group(x, 1, tp_group)  after the embeddings
-#          +  x = gather_from_group(x, 1, tp_group)  before the head
+# sp       x is (B, T/tp, D) between layers and between stages. PlainStage keeps the tp_group
+#          +  x = scatter_to_group(x, 1, self.tp_group)  after the embeddings
+#          +  x = gather_from_group(x, 1, self.tp_group)  before the head
 #          -  copy_to_group(x, group)  in column_linear()
 #          +  all_gather_to_group(x, 1, group)
 #          -  reduce_from_group(F.linear(x, weight), group)  in row_linear()
 #          +  reduce_scatter_to_group(F.linear(x, weight), 1, group)
 #          -  inputs = [number.expand(*x.shape, stage.width) for x in inputs]
+#          +  _, tp = rank_and_size(groups["tp"])
 #          +  inputs = [number.expand(len(x), x.size(1) // tp, stage.width) for x in inputs]
 #          If a norm has weights, each rank of tp uses them for its tokens only, so tp sums their
 #          gradients, too.
 #
-# ep       one expert on each dp rank, which tp splits here: in a layer of plain_weights(), up and
-#          down are its own, and a router, (dp, D), is equal on all ranks. PlainLayer also gets the
-#          dp_group
+# ep       each dp rank has one expert of every layer, which tp splits here. plain_weights() also
+#          gets dp, and draws all experts
+#          -  layer |= {"up": draw(4 * D, D), "down": draw(D, 4 * D)}
+#          +  layer |= {"up": draw(dp, 4 * D, D), "down": draw(dp, D, 4 * D)}
+#          +  layer |= {"router": draw(dp, D)}
+#          PlainLayer also gets dp_group, and keeps one of the experts
+#          -  self.up = plain_part(whole["up"], 0, tp_group)
+#          -  self.down = plain_part(whole["down"], 1, tp_group)
+#          +  self.dp_group = dp_group
+#          +  own, _ = rank_and_size(dp_group)
+#          +  self.up = plain_part(whole["up"][own], 0, tp_group)
+#          +  self.down = plain_part(whole["down"][own], 1, tp_group)
+#          +  self.router = nn.Parameter(whole["router"].clone())
 #          -  return x + split_mlp(plain_norm(x), self.up, self.down, self.tp_group)
 #          +  expert = lambda rows: split_mlp(rows, self.up, self.down, self.tp_group)
 #          +  y = switch_layer(plain_norm(x).flatten(0, 1), self.router, expert, self.dp_group)
@@ -321,7 +333,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 # The same holds for what a training run adds:
 #
 # vocabulary   split_embedding(), column_linear() and split_cross_entropy() take the places of
-#              embedding, head and loss. tokens and head are then parts of their matrices
+#              embedding, head and loss. Their weights are plain_part(whole["tokens"], 0, tp_group)
+#              and the same part of the head. So tp must divide the vocabulary
 # tied head    tokens on the first stage and head on the last begin equal, and their gradients are
 #              summed over the two, so they stay equal. All ranks create these groups of two
 # clipping     the norm's squares are summed over pp and tp, those of experts also over dp, that of
