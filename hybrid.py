@@ -3053,7 +3053,7 @@ def main(argv=None, work=train):
         # A lost connection is told only if nothing has failed before. A cause is told in any case,
         # but by one rank, since all may have the same one.
         is_first = is_first_with(store, "failure")
-        if is_lost_connection(error):
+        if isinstance(error, dist.DistError):  # another process is missing, silent or has ended
             if is_first:
                 say(f"error: rank {dist.get_rank()}: {first_line(error)}")
         elif is_first_with(store, "cause"):
@@ -3148,11 +3148,6 @@ def is_first_with(store, what):
         return store.add(what, 1) == 1
     except RuntimeError:  # the store's process, which is torchrun's or rank 0's, has died
         return True
-
-
-def is_lost_connection(error):
-    """Return whether an error says that another process is missing, silent or has ended."""
-    return isinstance(error, dist.DistError) or " lost rank " in str(error)
 
 
 def say(sentence):
