@@ -838,7 +838,10 @@ class Block(nn.Module):
 
 def make_moe(args, mesh):
     """Create the mixture of experts of a layer, (T, B, D) -> (T, B, D)."""
-    has_losses = args.balance == "aux"
+    losses = {}
+    if args.balance == "aux":  # loads should be equal, and the router's logits small
+        losses["balance_coefficient"] = 0.01  # Switch Transformer's (Fedus et al., 2021)
+        losses["z_coefficient"] = 0.001  # ST-MoE's (Zoph et al., 2022)
     layer = MoE(
         args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
         tp_group=None if args.sp else mesh.tp_group,  # without sp, MoE divides the tokens over tp
@@ -848,10 +851,8 @@ def make_moe(args, mesh):
         # which of them a token may use, those of how many nodes, and how many tokens one takes
         score="sigmoid" if args.balance == "bias" else "softmax",
         n_group=args.ep_nodes, topk_group=args.topk_nodes, capacity_factor=args.capacity_factor,
-        # losses: loads should be equal, and the router's logits small
-        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-        balance_coefficient=0.01 if has_losses else 0.0,  # as in Fedus et al., 2021
-        z_coefficient=0.001 if has_losses else 0.0,  # as in Zoph et al., "ST-MoE", 2022
+        # losses and loads
+        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group), **losses,
         loss_scale=1 / args.microbatches,
         # messages: once per node, and in parts, of which one travels while another is computed
         nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,

@@ -1,5 +1,6 @@
 """Every layout of hybrid.py trains as one process does; batches, metrics and errors."""
 
+import ast
 import inspect
 import io
 import itertools
@@ -199,6 +200,15 @@ def test_the_lines_for_sp_and_experts_make_plain_step_train_as_one_process_does(
         if kind in dims:
             expected = expected.chunk(tp, dims[kind])[tp_rank]
         torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_technique_calls_nothing_that_stands_below_services():
+    technique, services = inspect.getsource(hybrid).split("# ==== services ")
+    kinds = ast.FunctionDef, ast.ClassDef
+    below = {each.name for each in ast.parse("#" + services).body if isinstance(each, kinds)}
+    used = {each.id for each in ast.walk(ast.parse(technique)) if isinstance(each, ast.Name)}
+    assert "train" in below and "GPT" in used
+    assert not used & below
 
 
 # ---- every layout --------------------------------------------------------------------------------
