@@ -851,7 +851,7 @@ def make_moe(args, mesh):
         # which of them a token may use, those of how many nodes, and how many tokens one takes
         score="sigmoid" if args.balance == "bias" else "softmax",
         n_group=args.ep_nodes, topk_group=args.topk_nodes, capacity_factor=args.capacity_factor,
-        # losses and loads
+        # balance: loads are summed over these groups
         balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group), **losses,
         loss_scale=1 / args.microbatches,
         # messages: once per node, and in parts, of which one travels while another is computed
