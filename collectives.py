@@ -1442,7 +1442,7 @@ def _lost(work, messages, error):
     """Return an error that names the messages' peers."""
     peers = " or ".join(str(work.ranks[peer]) for peer in sorted({peer for _, peer in messages}))
     where = f"{work.name} in the group of ranks {work.ranks}: rank {work.ranks[work.rank]}"
-    return RuntimeError(f"{where} lost rank {peers}: {error}")
+    return dist.DistBackendError(f"{where} lost rank {peers}: {error}")
 
 
 def _post_through_host(work, sends, receives):

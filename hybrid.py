@@ -126,7 +126,7 @@ def plain_groups(pp, dp, tp):
 
     Collective: each rank creates all groups, in the same order, also those that it is not in. With
     NCCL, pass a device_id to init_process_group(), so that a group connects when it is created.
-    Otherwise it would connect at its first message, and wait for ranks that take no part in it.
+    Otherwise its first message would wait for all its ranks, also for those that need not send it.
     """
     grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
     groups = {}
@@ -156,7 +156,7 @@ def plain_weights(V, T, D, layers):
 def plain_part(whole, dim, group):
     """Return this rank's part of a weight as a parameter. All ranks have the whole weight."""
     rank, P = rank_and_size(group)
-    assert whole.size(dim) % P == 0, "the techniques above expect equal parts"
+    assert whole.size(dim) % P == 0, "the plain forms expect equal parts"
     return nn.Parameter(whole.chunk(P, dim)[rank].clone())
 
 
@@ -271,7 +271,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
     return loss.item()
 
 
-# The other techniques replace (-) or add (+) a few lines each:
+# The other techniques replace (-) or add (+) a few lines each. tests/test_hybrid.py trains by each
+# of these four:
 #
 # ZeRO-1   the optimizer's state is divided over dp. zero.py shows how the function `update` takes
 #          the optimizer's place
@@ -285,27 +286,38 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #          the sum of losses is divided by dp.
 #
 # cp       one more axis, with groups["cp"]. A rank has 1/cp of the positions: of inputs and
-#          targets, and of the parameter `positions`
-#          -  y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  in split_attention()
+#          targets, and of the parameter `positions`. In split_attention(), which also gets cp_group
+#          -  y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 #          +  y = simple_allgather_attention(q, k, v, cp_group)
 #          Losses and gradients are summed over dp x cp. The gradient of `positions`, of which each
 #          cp rank has a part, is summed over dp alone.
 #
-# sp       x is (B, T/tp, D) between layers and between stages
-#          +  x = scatter_to_group(x, 1, tp_group)  after the embeddings
-#          +  x = gather_from_group(x, 1, tp_group)  before the head
+# sp       x is (B, T/tp, D) between layers and between stages. PlainStage keeps the tp_group
+#          +  x = scatter_to_group(x, 1, self.tp_group)  after the embeddings
+#          +  x = gather_from_group(x, 1, self.tp_group)  before the head
 #          -  copy_to_group(x, group)  in column_linear()
 #          +  all_gather_to_group(x, 1, group)
 #          -  reduce_from_group(F.linear(x, weight), group)  in row_linear()
 #          +  reduce_scatter_to_group(F.linear(x, weight), 1, group)
 #          -  inputs = [number.expand(*x.shape, stage.width) for x in inputs]
+#          +  _, tp = rank_and_size(groups["tp"])
 #          +  inputs = [number.expand(len(x), x.size(1) // tp, stage.width) for x in inputs]
 #          If a norm has weights, each rank of tp uses them for its tokens only, so tp sums their
 #          gradients, too.
 #
-# ep       one expert on each dp rank, which tp splits here: in a layer of plain_weights(), up and
-#          down are its own, and a router, (dp, D), is equal on all ranks. PlainLayer also gets the
-#          dp_group
+# ep       each dp rank has one expert of every layer, which tp splits here. plain_weights() also
+#          gets dp, and draws all experts
+#          -  layer |= {"up": draw(4 * D, D), "down": draw(D, 4 * D)}
+#          +  layer |= {"up": draw(dp, 4 * D, D), "down": draw(dp, D, 4 * D)}
+#          +  layer |= {"router": draw(dp, D)}
+#          PlainLayer also gets dp_group, and keeps one of the experts
+#          -  self.up = plain_part(whole["up"], 0, tp_group)
+#          -  self.down = plain_part(whole["down"], 1, tp_group)
+#          +  self.dp_group = dp_group
+#          +  own, _ = rank_and_size(dp_group)
+#          +  self.up = plain_part(whole["up"][own], 0, tp_group)
+#          +  self.down = plain_part(whole["down"][own], 1, tp_group)
+#          +  self.router = nn.Parameter(whole["router"].clone())
 #          -  return x + split_mlp(plain_norm(x), self.up, self.down, self.tp_group)
 #          +  expert = lambda rows: split_mlp(rows, self.up, self.down, self.tp_group)
 #          +  y = switch_layer(plain_norm(x).flatten(0, 1), self.router, expert, self.dp_group)
@@ -321,7 +333,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 # The same holds for what a training run adds:
 #
 # vocabulary   split_embedding(), column_linear() and split_cross_entropy() take the places of
-#              embedding, head and loss. tokens and head are then parts of their matrices
+#              embedding, head and loss. Their weights are plain_part(whole["tokens"], 0, tp_group)
+#              and the same part of the head. So tp must divide the vocabulary
 # tied head    tokens on the first stage and head on the last begin equal, and their gradients are
 #              summed over the two, so they stay equal. All ranks create these groups of two
 # clipping     the norm's squares are summed over pp and tp, those of experts also over dp, that of
@@ -344,25 +357,28 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 
 # ==== upper floor =================================================================================
 #
-# plain_step() trains over three axes. The rest of this file trains over all of them, with ZeRO,
+# plain_step() trains over three axes. What follows trains over all of them, with ZeRO,
 # recomputation and any schedule, and with messages that travel beside the computation. Its loop is
 #
 #     trainer = Trainer(args, make_mesh(args, device=device), device)
 #     while trainer.steps_done < args.steps:
 #         trainer.step(*trainer.batch_of(data, trainer.steps_done))
 #
-# args are the flags of the command line, see Args. The sections below build it up in the order of
-# the plain forms:
+# args are the flags of the command line, such as args.tp for --tp. The class Args says what each of
+# them means, as `python hybrid.py --help` does. The sections build the loop up in the order of the
+# plain forms:
 #
-#     plain_groups()                     mesh: slices_of(), make_mesh()
+#     plain_groups()                     mesh: make_mesh(), slices_of()
 #     PlainStage, PlainLayer             model: GPT, Block
 #     the rule for sums                  where each parameter lives: Home, Placement
 #     plain_weights(), plain_part()      initial values: a rank draws those of its parts only
+#     layers[begin:end]                  stages: any schedule, and layers divided by their cost
 #     the all-reduces of gradients       chunks: DDP or FSDP, which start them in backward
+#     torch.optim.AdamW                  the optimizer: the same, on ZeRO's pieces of parameters
 #     plain_step(), one_f_one_b_step()   one step: Trainer.step(), Pipeline.step()
 #
-# The technique ends at "services", where train() is the loop of a long run, and which has helpers
-# such as need() and on_all_ranks(). Four words are used in all sections:
+# The technique ends at "services", where train() is the loop of a long run, and calls nothing that
+# stands below it. Four words are used in all sections:
 #
 #     stage      consecutive layers. The first stage also has the embeddings, the last one the head
 #     chunk      the module of a stage. Some schedules, such as DualPipe, give a rank several chunks
@@ -413,20 +429,53 @@ def make_mesh(args, groups=None, device=torch.device("cpu")):
         # without experts, layers send nothing over dp_group, so it may share a group of gradients
         carries_gradients = name in GRADIENT_GROUPS or (name == "dp_group" and not args.experts)
         for ranks in map(tuple, slices.tolist()):
+            # a group of one sends nothing, so its rank alone creates it, and one serves all names
             is_alone = len(ranks) == 1
             if is_alone and rank not in ranks:
-                continue  # a group of one is created by its rank alone
+                continue
             key = (ranks, carries_gradients and not is_alone)
             if key not in groups:
                 groups[key] = make_group(ranks, timedelta(seconds=args.timeout), gpu)
             if rank in ranks:
                 own[name] = groups[key]
         if name in own:
+            # our collectives work inside a node first, and then between nodes
             set_ranks_per_node(ranks_on_one_node(slices, args.per_node), own[name])
-            if args.collectives == "backend":
+            if args.collectives == "backend":  # PyTorch's own, for comparison
                 set_backend_collectives(own[name])
     barrier()  # no rank may end, and close its connections, while others still make theirs
     return Mesh(**own)
+
+
+def make_group(ranks, timeout, gpu=None):
+    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
+
+    On a GPU it has NCCL, on a stream of high priority, so that messages do not wait for kernels of
+    the computation. Otherwise, and if it has one rank, it has the backend of the world, gloo.
+    """
+    is_alone = len(ranks) == 1
+    if is_alone or gpu is None:
+        return dist.new_group(ranks, timeout, use_local_synchronization=is_alone)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group() warns if it differs
+    return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
+
+
+def over_nccl(args, device):
+    """Return whether messages go over NCCL, for which each process needs a GPU of its own."""
+    return device.type == "cuda" and args.device != "shared"
+
+
+def ranks_on_one_node(slices, per_node):
+    """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
+
+    Copies of a weight get equal bits only if all groups of an axis sum in the same order, which
+    depends on this number. With tp 4 and 6 ranks per node, ranks 0 to 3 share a node and 4 to 7 are
+    on two, so it is 1 for both groups.
+    """
+    nodes = slices // per_node
+    sizes = {size for row in nodes.tolist() for size in Counter(row).values()}
+    return min(sizes) if len(sizes) == 1 else 1
 
 
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
@@ -454,42 +503,58 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
 def slices_of_experts(grid, ep, ep_nodes, replicate):
     """Cut the grid into the groups of layers with experts.
 
-    The ranks of dp x cp x tp have the same layers. In an ep_group they divide the experts. It takes
-    gcd(ep, tp) ranks from tp, which share a node, and the others from dp x cp. On 8 ranks, pp 1:
+    The ranks of dp x cp x tp have the same layers. Each row below is a tp_group. The rows are cut
+    into blocks of ep ranks, which divide the experts. A block has gcd(ep, tp) columns, as ranks of
+    tp share a node, and ep / gcd(ep, tp) rows. On 8 ranks with pp 1:
 
-                             tp 2, ep 4           tp 4, ep 2
-        tp_group             0 1, 2 3, 4 5, 6 7   0 1 2 3, 4 5 6 7
-        ep_group             0 1 2 3, 4 5 6 7     0 1, 2 3, 4 5, 6 7    hold different experts
-        expert_dp_group      0 4, 1 5, 2 6, 3 7   0 4, 1 5, 2 6, 3 7    same experts, over dp x cp
-        expert_tp_group      each rank alone      0 2, 1 3, 4 6, 5 7    same experts, over tp
+                         tp 2, ep 4          tp 4, ep 2
+                          0 1                 0 1 | 2 3
+                          2 3                -----+-----
+                         -----                4 5 | 6 7
+                          4 5
+                          6 7
 
-    expert_shard_group and expert_replicate_group divide an expert_dp_group, as shard_group and
-    replicate_group divide a dp_cp_group. gcd(replicate, its size) of its ranks hold the same shard.
+        ep_group         0 1 2 3, 4 5 6 7    0 1, 2 3, 4 5, 6 7  the ranks of a block
+        expert_dp_group  0 4, 1 5, 2 6, 3 7  0 4, 1 5, 2 6, 3 7  a place in blocks under each other
+        expert_tp_group  each rank alone     0 2, 1 3, 4 6, 5 7  a place in blocks side by side
 
-    ep_nodes: the number of nodes that an ep_group spans. With ep 8 on two nodes of 4 ranks:
-
-        node_group           0 1 2 3, 4 5 6 7     its ranks on one node
-        cross_group          0 4, 1 5, 2 6, 3 7   its ranks with the same rank in their node_group
+    Ranks at the same place in their blocks have the same experts. expert_shard_group and
+    expert_replicate_group divide an expert_dp_group, as shard_group and replicate_group divide a
+    dp_cp_group. gcd(replicate, its size) of its ranks hold the same shard. ep_nodes, node_group and
+    cross_group: see nodes_of_experts().
     """
-    pp, dp, cp, tp = grid.shape
-    from_tp = math.gcd(ep, tp)
-    # ep divides dp x cp x tp, and from_dp_cp has no factor in common with tp // from_tp, so it
-    # divides dp x cp
-    from_dp_cp = ep // from_tp
-    # dims: pp, block of dp x cp, place in it, block of tp, place in it
-    blocks = grid.view(pp, -1, from_dp_cp, tp // from_tp, from_tp)
-    ep_groups = along(blocks, 2, 4)  # all places of two blocks
-    expert_dp_groups = along(blocks, 1)  # one place, in each block of dp x cp
+    pp, *_, tp = grid.shape
+    columns = math.gcd(ep, tp)
+    rows = ep // columns
+    # rows divides dp x cp, as it shares no factor with tp // columns and ep divides dp x cp x tp
+    blocks = grid.view(pp, -1, rows, tp // columns, columns)  # (pp, down, row, across, column)
+    ep_groups = along(blocks, 2, 4)
+    expert_dp_groups = along(blocks, 1)
     expert_replicate = math.gcd(replicate, expert_dp_groups.shape[1])
     return {
         "ep_group": ep_groups,
         "expert_dp_group": expert_dp_groups,
         "expert_shard_group": neighbours(expert_dp_groups, expert_replicate),
         "expert_replicate_group": counterparts(expert_dp_groups, expert_replicate),
-        "expert_tp_group": along(blocks, 3),  # one place, in each block of tp
+        "expert_tp_group": along(blocks, 3),
         "node_group": neighbours(ep_groups, ep_nodes),
         "cross_group": counterparts(ep_groups, ep_nodes),
     }
+
+
+def nodes_of_experts(args):
+    """Return ep_nodes: over how many nodes an ep_group is spread, with equally many ranks on each.
+
+    With ep 8 on two nodes of 4 ranks:
+
+        node_group           0 1 2 3, 4 5 6 7     its ranks on one node
+        cross_group          0 4, 1 5, 2 6, 3 7   its ranks with the same rank in their node_group
+    """
+    columns = math.gcd(args.ep, args.tp)  # of the ep_group as a block, see slices_of_experts()
+    rows = args.ep // columns
+    if args.per_node % args.tp == 0:  # a node has whole tp_groups, which are rows
+        return rows // math.gcd(rows, args.per_node // args.tp)
+    return args.ep // math.gcd(columns, args.per_node)
 
 
 def along(grid, *dims):
@@ -547,6 +612,15 @@ def declare(module, is_expert=False, **initial):
     return module
 
 
+def flag(default, help, **details):
+    """Declare a dataclass field that is also a flag of the command line.
+
+    details: choices, or the bounds of a number, which must be in [least, below). By default, least
+        is 1, or 0 for a float, and below is 2**31, or infinity for a float.
+    """
+    return field(default=default, metadata={"help": help} | details)
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """What defines a GPT, and how its layers save memory. Args adds the flags of a run.
@@ -558,27 +632,34 @@ class GPTConfig:
         V   vocab_size
     """
 
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    seq_len: int = 64
-    vocab_size: int = 256
-    dropout: float = 0.0
-    kv_heads: int | None = None  # heads of keys and values, as many as queries' if None
-    ffn: int | None = None  # mlp_width, or None for 4 hidden
-    block: str = "gpt2"  # or "llama"
-    rope_theta: float = 10000.0  # see RotaryPositions
-    head: str | None = None  # "tied", "untied", or None for the block's usual one
-    experts: int = 0  # of a layer; 0 for an MLP
-    top_k: int = 2  # experts of a token
-    shared_experts: int = 0  # which every token uses, besides its top_k
-    capacity_factor: float | None = None  # largest load of an expert / mean load
-    balance: str = "aux"  # loads by losses; or "bias" of the router, or "none"
-    moe_every: int = 1  # one layer in this many has experts
-    topk_nodes: int | None = None  # nodes whose experts a token may use, or None for all
-    sp: bool = False  # tp also divides the activations between matrices
-    recompute: str = "none"  # in backward: "selective" for attention, "full" for layers
-    recompute_layers: int = 1  # which "full" recomputes as one
+    layers: int = flag(4, "number of transformer layers", below=10**5)
+    hidden: int = flag(128, "width of the model")
+    heads: int = flag(4, "attention heads")
+    seq_len: int = flag(64, "tokens in a sequence")
+    vocab_size: int = flag(256, "tokens in the vocabulary")
+    dropout: float = flag(0.0, "dropout in attention and residuals", below=1)
+    kv_heads: int | None = flag(None, "heads of keys and values (default: --heads)")
+    ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)")
+    block: str = flag("gpt2", "GPT-2's or Llama's layers", choices=("gpt2", "llama"))
+    rope_theta: float = flag(10000.0, "base of rotary positions' angles", least=1)
+    head: str | None = flag(
+        None, "tied to the embedding (default: with gpt2)", choices=("tied", "untied")
+    )
+    experts: int = flag(0, "experts in a layer, or 0 for an MLP", least=0)
+    top_k: int = flag(2, "experts that a token uses")
+    shared_experts: int = flag(0, "experts that every token uses in addition", least=0)
+    capacity_factor: float | None = flag(None, "limit of an expert's load / mean load", least=0.01)
+    balance: str = flag(
+        "aux", "balance experts by losses or a bias", choices=("aux", "bias", "none")
+    )
+    moe_every: int = flag(1, "one layer in this many has experts")
+    topk_nodes: int | None = flag(None, "nodes whose experts a token may use (default: all)")
+    sp: bool = flag(False, "sequence parallelism: split activations over tp, too")
+    recompute: str = flag(
+        "none", "recompute attention (selective) or layers (full) in backward",
+        choices=("none", "selective", "full"),
+    )  # fmt: skip
+    recompute_layers: int = flag(1, "layers that --recompute full recomputes as one")
 
     @property
     def mlp_width(self):
@@ -648,7 +729,7 @@ class Parallel(NamedTuple):
     """What the layers of a stage need on this rank, besides the GPTConfig."""
 
     tp_group: dist.ProcessGroup | None = None  # the ranks that split the layers
-    random: AbstractContextManager = nullcontext()  # in it, the ranks of tp draw different masks
+    random: AbstractContextManager = nullcontext()  # or ShardedRandomState: masks differ over tp
     attention_fn: Callable = attention  # attention_fn(q, k, v, dropout probability)
     defer: WeightGradStore | None = None  # the `deferred` of make_chunks(), if any
     make_moe: Callable | None = None  # make_moe() creates the mixture of experts of a layer
@@ -757,20 +838,21 @@ class Block(nn.Module):
 
 def make_moe(args, mesh):
     """Create the mixture of experts of a layer, (T, B, D) -> (T, B, D)."""
-    by_losses = args.balance == "aux"
+    losses = {}
+    if args.balance == "aux":  # loads should be equal, and the router's logits small
+        losses["balance_coefficient"] = 0.01  # Switch Transformer's (Fedus et al., 2021)
+        losses["z_coefficient"] = 0.001  # ST-MoE's (Zoph et al., 2022)
     layer = MoE(
         args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
         tp_group=None if args.sp else mesh.tp_group,  # without sp, MoE divides the tokens over tp
         # what the experts are
         shared_experts=args.shared_experts, gated=args.is_llama,
         activation=SwiGLU() if args.is_llama else None,
-        # which of them a token may use, and how many tokens one takes
+        # which of them a token may use, those of how many nodes, and how many tokens one takes
         score="sigmoid" if args.balance == "bias" else "softmax",
         n_group=args.ep_nodes, topk_group=args.topk_nodes, capacity_factor=args.capacity_factor,
-        # losses: loads should be equal, and the router's logits small
-        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-        balance_coefficient=0.01 * by_losses,  # Switch Transformer's (Fedus et al., 2021)
-        z_coefficient=0.001 * by_losses,  # ST-MoE's (Zoph et al., 2022)
+        # balance: loads are summed over these groups
+        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group), **losses,
         loss_scale=1 / args.microbatches,
         # messages: once per node, and in parts, of which one travels while another is computed
         nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
@@ -779,11 +861,25 @@ def make_moe(args, mesh):
     shard = Shard(0, (args.experts,), mesh.ep_group)
     layer.experts.shards = {"w_in": shard, "w_out": shard}
     declare(layer.experts, is_expert=True, w_in=Normal(), w_out=args.into_residual)
-    declare(layer.router, weight=Normal(), bias=0.0)
+    declare(layer.router, weight=Normal(), bias=0.0)  # bias: the buffer of --balance bias
     if layer.shared is not None:
-        declare(layer.shared[0], weight=Normal())
-        declare(layer.shared[2], weight=args.into_residual)
+        w_in, _, w_out = layer.shared  # and the activation
+        declare(w_in, weight=Normal())
+        declare(w_out, weight=args.into_residual)
     return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
+
+
+def parts_of_experts(args):
+    """Return the default of --expert-parts, the same on all ranks.
+
+    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
+    message still take far longer than its start.
+    """
+    rows = args.batch_size // (args.dp * args.microbatches)
+    tokens = rows * args.seq_len // (args.cp * args.tp)
+    itemsize = 2 if args.dtype == "bf16" else 4
+    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
+    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
 
 
 class GPT(nn.Module):
@@ -833,6 +929,7 @@ class GPT(nn.Module):
         if self.is_last:
             self.transformer["ln_f"] = make_norm(config)
             has_original = self.is_first and config.is_tied
+            # the head is an embedding module, of which forward() uses the weight only
             self.lm_head = self.transformer["wte"] if has_original else embedding()
             self.vocab_start = self.lm_head.start
 
@@ -864,7 +961,8 @@ class GPT(nn.Module):
 #     part       the rows, columns or experts of a whole that tp or ep gives to a rank. If nothing
 #                splits a parameter, the part is the whole
 #     shard      an equal share of a flat tensor into which ZeRO packs the parts of many parameters
-#     piece      the elements of one part that lie in this rank's shard, possibly none
+#     piece      the elements of one part that lie in this rank's shard, possibly none. It has as
+#                many dims as the part: n elements of a matrix are (n, 1)
 #
 # tensor_parallel.py follows PyTorch: its class Shard describes a part, and set_shard() makes one.
 #
@@ -960,8 +1058,7 @@ class Placement:
 def placements_of(chunks, homes, replicated):
     """Return a Placement for each parameter and buffer of this rank's chunks.
 
-    replicated: whether the second chunk belongs to a second replica of the model. Raises ValueError
-    for a parameter or buffer without a declared initial value.
+    replicated: whether the second chunk belongs to a second replica of the model.
     """
     placements = []
     for number, chunk in enumerate(chunks):
@@ -970,7 +1067,7 @@ def placements_of(chunks, homes, replicated):
             path, _, attribute = name.rpartition(".")
             module = chunk.get_submodule(path)
             initial = getattr(module, "initial", {})
-            need(attribute in initial, f"{name} has no initial value: see declare()")
+            assert attribute in initial, f"{name} has no initial value: see declare()"
             original = chunk.tied.get(name, name)
             placement = Placement(
                 name=original,
@@ -1038,6 +1135,90 @@ def normal(shape, std, key, offset=0):
     return value.mul_(std)
 
 
+# ---- stages --------------------------------------------------------------------------------------
+
+
+def schedule_of(args):
+    """Return the pipeline's schedule. Raises ValueError if it is not defined for these sizes."""
+    make = SCHEDULES[args.schedule]
+    chunks = [args.chunks] if NUM_CHUNKS[args.schedule] is None else []
+    schedule = make(args.pp, args.microbatches, *chunks)
+    return pair_up(schedule) if args.overlap else schedule
+
+
+def stages_of(rank, routes):
+    """Return the stage of each chunk of a rank.
+
+        routes                                               rank 0    rank 1
+        [(0, 0), (1, 0), (0, 1), (1, 1)]    interleaved      [0, 2]    [1, 3]
+        [(0, 0), (1, 0)], [(1, 1), (0, 1)]  DualPipe         [0, 1]    [1, 0]
+
+    routes: those of a schedule. A route says where each stage is: (rank of pp, its chunk's number).
+    """
+    stages = {}
+    for route in routes:
+        for stage, (holder, chunk) in enumerate(route):
+            if holder == rank:
+                stages[chunk] = stage
+    return [stages[chunk] for chunk in sorted(stages)]
+
+
+def divide_layers(config, routes):
+    """Return the range of each stage's layers, chosen so that the costliest rank costs least.
+
+    Every layer counts 1, with experts or not, and the last stage also has the head. Each stage
+    between the first and the last gets one layer. Each other layer is given to the rank that costs
+    least so far, and there to the cheapest stage. Among equal stages the last one gets it, since
+    earlier ones keep the activations of more microbatches. If the head costs as much as 1.1 layers,
+    4 stages get 8, 8, 8 and 6 of 30 layers. routes: see stages_of().
+    """
+    num_stages = len(routes[0])
+    sizes = [1] * num_stages
+    sizes[0] = sizes[-1] = 0
+    costs = [*sizes]
+    # forward takes 1 pass, backward 2, and recomputation 1, of which the head needs none
+    passes = 4 if config.recompute == "full" else 3
+    costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
+    beside = [stages_of(rank, routes) for rank, _ in routes[0]]  # for each stage, its rank's
+
+    def preference(stage):
+        cost_of_rank = sum(costs[other] for other in beside[stage])
+        return cost_of_rank, costs[stage], -stage
+
+    for _ in range(config.layers - sum(sizes)):
+        stage = min(range(num_stages), key=preference)
+        sizes[stage] += 1
+        costs[stage] += 1
+    ends = itertools.accumulate(sizes)
+    return [range(end - size, end) for end, size in zip(ends, sizes)]
+
+
+def forward_flops(config, share_with_experts):
+    """Return the forward FLOPs of one layer per token: (weight products, attention).
+
+    Each weight that a token uses costs 2 FLOPs, in all about 24 h^2. Attention to s tokens costs
+    4 s h, of which the causal mask hides half; all of it counts, as in the MFU of PaLM (Chowdhery
+    et al., 2022). share_with_experts: 1 if the layer has experts, 0 if not, and for the mean of
+    several layers the share of those that have.
+    """
+    h = config.hidden
+    kv_width = h * (config.kv_heads or config.heads) // config.heads
+    mlp = (3 if config.is_llama else 2) * h * config.mlp_width
+    weights = 2 * h * h + 2 * h * kv_width + mlp
+    extra = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
+    return 2 * (weights + share_with_experts * extra), 4 * config.seq_len * h
+
+
+def flops_of_layers(config):
+    """Return the forward FLOPs of all layers per token."""
+    return sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
+
+
+def flops_of_head(config):
+    """Return the forward FLOPs of the head per token."""
+    return 2 * config.hidden * config.vocab_size
+
+
 # ---- chunks and their wrappers -------------------------------------------------------------------
 
 CP_METHODS = {
@@ -1078,30 +1259,16 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
     return chunks
 
 
-def stages_of(rank, routes):
-    """Return the stage of each chunk of a rank.
-
-        routes                                               rank 0    rank 1
-        [(0, 0), (1, 0), (0, 1), (1, 1)]    interleaved      [0, 2]    [1, 3]
-        [(0, 0), (1, 0)], [(1, 1), (0, 1)]  DualPipe         [0, 1]    [1, 0]
-
-    routes: those of a schedule. A route says where each stage is: (rank of pp, its chunk's number).
-    """
-    stages = {}
-    for route in routes:
-        for stage, (holder, chunk) in enumerate(route):
-            if holder == rank:
-                stages[chunk] = stage
-    return [stages[chunk] for chunk in sorted(stages)]
-
-
 def wrap(args, homes, chunks, placements):
-    """Wrap each chunk in DDP or in ZeRO's class, which sum its gradients over dp x cp."""
+    """Wrap each chunk in DDP or in ZeRO's class, which sum its gradients over dp x cp.
+
+    The sums begin in backward and end in finish_grad_sync(). A gradient_divide_factor of 1 makes
+    them sums rather than means.
+    """
     weights = [placement for placement in placements if not placement.is_buffer]
     if args.zero:
         return wrap_in_zero(args, homes, chunks, weights)
-    of_experts = [weight.tensor for weight in weights if weight.home is homes.experts]
-    groups = dict.fromkeys(of_experts, homes.experts.dp_cp_group)
+    groups = {weight.tensor: weight.home.dp_cp_group for weight in weights}
     wrapped = []
     for chunk in chunks:
         ddp = DistributedDataParallel(
@@ -1116,15 +1283,10 @@ def wrap(args, homes, chunks, placements):
 def wrap_in_zero(args, homes, chunks, weights):
     """Wrap each chunk in FullyShardedDataParallel. weights: the Placements of parameters.
 
-    With bf16, gradients are summed in fp32, over microbatches and over ranks. A router's weight is
-    in fp32 everywhere.
+    With bf16, gradients are summed in fp32, over microbatches and over ranks, as sums of many terms
+    in bf16 would lose the small ones.
     """
-    home = homes.experts
-    own_groups = {"process_group": home.shard_group, "replicate_group": home.replicate_group}
-    routers = [m.weight for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
-    per_parameter = {weight.tensor: own_groups for weight in weights if weight.home is home}
-    per_parameter |= dict.fromkeys(packed_apart(args, homes, weights), {"apart": True})
-    per_parameter |= dict.fromkeys(routers, {"param_dtype": None})
+    per_parameter = {weight.tensor: zero_options(args, weight) for weight in weights}
     dtypes = {}
     if args.dtype == "bf16":
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -1141,29 +1303,32 @@ def wrap_in_zero(args, homes, chunks, weights):
     return wrapped
 
 
-def packed_apart(args, homes, weights):
-    """Return the weights that ZeRO packs apart from the others of their unit.
+def zero_options(args, weight):
+    """Return ZeRO's options for a parameter, given its Placement.
 
-    sum_shared_gradients() adds pieces of copies, which must therefore be the same elements on all
-    ranks of the sum. So a copy may share a flat tensor only with weights that have equal sizes on
-    these ranks. With 257 tokens and tp 2, wte has not, and ZeRO's cut (^) of a flat tensor into two
-    shards would give the ranks of tp different elements of wpe:
+    ZeRO packs the parameters of a unit, such as a layer, into one flat tensor, and cuts this into
+    equal shards. sum_shared_gradients() adds the pieces of copies on several ranks. So all of them
+    must be cut at the same elements, which depends on the sizes of the parameters beside them. Here
+    the cut (^) gives two ranks of tp different elements of wpe, because 2 does not divide 257:
 
         flat tensor on rank 0 of tp    | wte, 129 rows   | wpe               |
                                                           ^
         flat tensor on rank 1 of tp    | wte, 128 rows  | wpe               |
                                                          ^
 
-    So weights that tp splits are packed apart from those that it does not split. The tied weight is
-    packed apart because its two stages have different weights beside it. It is then alone, since
-    layers are units of their own, and tp splits no other weight outside of layers.
+    So ZeRO packs weights that tp splits apart from those that it does not split. It also packs the
+    tied weight apart, since the first and the last stage have different weights beside it. This
+    suffices as long as GPT splits no other weight outside of its layers.
     """
-    apart = set()
-    for weight in weights:
-        is_split = weight.part is not None and args.tp > 1
-        if weight.home is homes.dense and (is_split or weight.is_tied):  # ep divides evenly
-            apart.add(weight.tensor)
-    return apart
+    options = {}
+    if weight.module.is_expert:
+        options["process_group"] = weight.home.shard_group
+        options["replicate_group"] = weight.home.replicate_group
+    elif weight.is_tied or (weight.part is not None and args.tp > 1):
+        options["apart"] = True
+    if isinstance(weight.module, Router):
+        options["param_dtype"] = None  # it stays in fp32, as rounding would change choices
+    return options
 
 
 # ---- the optimizer -------------------------------------------------------------------------------
@@ -1172,16 +1337,16 @@ def packed_apart(args, homes, weights):
 def make_optimizer(args, parameters):
     """Create the optimizer, with weight decay for matrices only.
 
-    Raises TrainingError with status 2 if tp or ZeRO cuts matrices that it needs as a whole, and
-    warns if it may need them, see check_elementwise().
+    Raises ValueError if tp or ZeRO cuts matrices that it needs as a whole, and warns if it may need
+    them, see check_elementwise().
     """
-    matrices = [parameter for parameter in parameters if parameter.dim() > 1]  # or pieces of some
+    # a piece of a matrix has two dims, too
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     others = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     optimizer = adamw(args, groups)
     if args.tp > 1 or args.zero:
-        cuts = typed(args, "tp", "zero")
-        on_all_ranks(check_elementwise, type(optimizer), prefix=f"{cuts}: ")
+        check_elementwise(type(optimizer))
     return optimizer
 
 
@@ -1196,6 +1361,24 @@ def adamw(args, groups):
         groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=args.weight_decay,
         moments_dtype=dtype,
     )  # fmt: skip
+
+
+def learning_rate(step, args):
+    """Return the learning rate of step 0, 1, ...
+
+    It rises in the first --warmup steps, and the next one has --lr. In the last --decay-steps it
+    falls along a line or half a period of a cosine (Loshchilov and Hutter, 2017) towards --min-lr,
+    which the step after the last one would have. By default the decay begins right after the
+    warm-up. With fewer --decay-steps the rate is stable in between (Hu et al., "MiniCPM", 2024).
+    """
+    if step < args.warmup:
+        return args.lr * (step + 1) / (args.warmup + 1)
+    begin = args.steps - args.decay_steps
+    progress = max(0, step - begin) / max(1, args.decay_steps)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    height = {"none": 1.0, "linear": 1 - progress, "cosine": cosine}[args.lr_decay]
+    floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
+    return args.lr * (floor + (1 - floor) * height)
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -1213,6 +1396,14 @@ def adamw(args, groups):
 #     make_optimizer()  AdamW, which updates the pieces
 
 IGNORE_INDEX = -100  # a target that does not count
+
+
+class TrainingError(Exception):
+    """An error that ends the run, on all ranks once they are connected. status: the exit status."""
+
+    def __init__(self, message, status=1):
+        super().__init__(message)
+        self.status = status
 
 
 class Trainer:
@@ -1244,7 +1435,7 @@ class Trainer:
         self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
         self.unique_chunks = self.chunks[:1] if self.replicated else self.chunks
         self.homes = homes_of(mesh)
-        self.placements = on_all_ranks(placements_of, self.chunks, self.homes, self.replicated)
+        self.placements = placements_of(self.chunks, self.homes, self.replicated)
         initialize(self.placements, args.seed)
         self.mixtures = mixtures_of(self.chunks, args.moe_every)
         self.stages = wrap(args, self.homes, self.chunks, self.placements)
@@ -1263,7 +1454,7 @@ class Trainer:
             # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all
             sync_each=args.zero > 1,
         )  # fmt: skip
-        if args.overlap:  # where tokens travel, a forward hands over to a backward, and vice versa
+        if args.overlap:  # while tokens travel, the other pass computes: see Turns in pipeline.py
             for mixture in self.mixtures.values():
                 mixture.hand_over = self.pipeline.turns.hand_over
 
@@ -1293,7 +1484,8 @@ class Trainer:
         # Here the host waits for the device, once. In layers it does so only if they have experts.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            # all ranks come here or none, since sums have equal bits on all ranks
+            # All ranks come here or none, since our sums have equal bits on all ranks. With sums of
+            # --collectives backend that differ, ranks may wait for each other until --timeout.
             numbers = "loss {loss:.4f}, grad norm {grad_norm:.3f}".format_map(metrics)
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {numbers}")
         rate = learning_rate(self.steps_done, args)
@@ -1473,70 +1665,11 @@ def sum_tallies(mixtures, args, mesh, device):
 #       sum_tallies()               all      with experts, how many tokens each got
 #       update()                             nothing: each rank updates what it owns
 
-# ---- what layers cost, and how stages share them -------------------------------------------------
-
-
-def divide_layers(config, routes):
-    """Return the range of each stage's layers, chosen so that the costliest rank costs least.
-
-    Every layer counts 1, with experts or not, and the last stage also has the head. Each stage
-    between the first and the last gets one layer. Each other layer is given to the rank that costs
-    least so far, and there to the cheapest stage. Among equal stages the last one gets it, since
-    earlier ones keep the activations of more microbatches. If the head costs as much as 1.1 layers,
-    4 stages get 8, 8, 8 and 6 of 30 layers. routes: see stages_of().
-    """
-    num_stages = len(routes[0])
-    sizes = [1] * num_stages
-    sizes[0] = sizes[-1] = 0
-    costs = [*sizes]
-    # forward takes 1 pass, backward 2, and recomputation 1, of which the head needs none
-    passes = 4 if config.recompute == "full" else 3
-    costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
-    beside = [stages_of(rank, routes) for rank, _ in routes[0]]  # for each stage, its rank's
-
-    def preference(stage):
-        cost_of_rank = sum(costs[other] for other in beside[stage])
-        return cost_of_rank, costs[stage], -stage
-
-    for _ in range(config.layers - sum(sizes)):
-        stage = min(range(num_stages), key=preference)
-        sizes[stage] += 1
-        costs[stage] += 1
-    ends = itertools.accumulate(sizes)
-    return [range(end - size, end) for end, size in zip(ends, sizes)]
-
-
-def forward_flops(config, share_with_experts):
-    """Return the forward FLOPs of one layer per token: (weight products, attention).
-
-    Each weight that a token uses costs 2 FLOPs, in all about 24 h^2. Attention to s tokens costs
-    4 s h, of which the causal mask hides half; all of it counts, as in the MFU of PaLM (Chowdhery
-    et al., 2022). share_with_experts: 1 if the layer has experts, 0 if not, and for the mean of
-    several layers the share of those that have.
-    """
-    h = config.hidden
-    kv_width = h * (config.kv_heads or config.heads) // config.heads
-    mlp = (3 if config.is_llama else 2) * h * config.mlp_width
-    weights = 2 * h * h + 2 * h * kv_width + mlp
-    extra = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
-    return 2 * (weights + share_with_experts * extra), 4 * config.seq_len * h
-
-
-def flops_of_layers(config):
-    """Return the forward FLOPs of all layers per token."""
-    return sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
-
-
-def flops_of_head(config):
-    """Return the forward FLOPs of the head per token."""
-    return 2 * config.hidden * config.vocab_size
-
-
 # ==== services ====================================================================================
 #
 # Here the technique ends. What follows serves a long run on real data, of which train() is the
-# loop: it sets the learning rate, reads data and flags, writes samples, checkpoints and a log, and
-# ends all processes alike. It has to do with the layout where it loads a checkpoint of another one,
+# loop: it reads data and flags, writes samples, checkpoints and a log, and ends all processes
+# alike. It has to do with the layout where it loads a checkpoint of another one,
 # sums a sample's logits over tp, cp and pp, and checks that copies on different ranks are equal.
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -1595,15 +1728,7 @@ def train(args, device):
 # ---- errors --------------------------------------------------------------------------------------
 #
 # If one rank raises an error, the others wait for it in their next collective. on_all_ranks() makes
-# it an error of all ranks, with the same text and exit status.
-
-
-class TrainingError(Exception):
-    """An error that ends the run, on all ranks once they are connected. status: the exit status."""
-
-    def __init__(self, message, status=1):
-        super().__init__(message)
-        self.status = status
+# it a TrainingError of all ranks, with the same text and exit status.
 
 
 def need(condition, sentence):
@@ -1651,25 +1776,7 @@ def first_line(error):
     return text.split("\n")[0]
 
 
-# ---- learning rate and validation ----------------------------------------------------------------
-
-
-def learning_rate(step, args):
-    """Return the learning rate of step 0, 1, ...
-
-    It rises in the first --warmup steps, and the next one has --lr. In the last --decay-steps it
-    falls along a line or half a period of a cosine (Loshchilov and Hutter, 2017) towards --min-lr,
-    which the step after the last one would have. By default the decay begins right after the
-    warm-up. With fewer --decay-steps the rate is stable in between (Hu et al., "MiniCPM", 2024).
-    """
-    if step < args.warmup:
-        return args.lr * (step + 1) / (args.warmup + 1)
-    begin = args.steps - args.decay_steps
-    progress = max(0, step - begin) / max(1, args.decay_steps)
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    height = {"none": 1.0, "linear": 1 - progress, "cosine": cosine}[args.lr_decay]
-    floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
-    return args.lr * (floor + (1 - floor) * height)
+# ---- validation ----------------------------------------------------------------------------------
 
 
 def evaluate(trainer, data, batches=8):
@@ -1730,7 +1837,7 @@ def read_data(args):
     Raises TrainingError with status 2 if the data cannot be read, differ between ranks, or have a
     token outside the vocabulary. With different data, such as the standard libraries of two Python
     versions, a pipeline's last stage would have targets that do not belong to the first stage's
-    inputs. So each rank reads all tokens twice, which takes some ten minutes per TB, and a rank
+    inputs. So each rank reads all tokens twice, which takes tens of minutes per TB, and a rank
     whose disk is slower may be late by --timeout at most.
     """
     source = f"--data {args.data or '(default)'}: "
@@ -1794,9 +1901,8 @@ def read_tokens(path, dtype):
     is_text = "\0" not in text and "\ufffd" not in text  # U+FFFD stands for what is not UTF-8
     need(not is_text, f"{name} is text, so its name should not end with .bin")
     tokens = np.memmap(path, dtype, "r")
-    how = f"np.fromfile(FILE, DTYPE).astype(np.{dtype.__name__}).tofile('train.bin')"
     are_wider = are_halves(tokens)
-    need(not are_wider, f"{name} is of a wider type than {dtype.__name__}: {how}")
+    need(not are_wider, f"{name} is of a wider type than {dtype.__name__}")
     return tokens
 
 
@@ -1932,9 +2038,10 @@ def text_of(tokens):
 #
 # A checkpoint saved in one layout can be loaded in any other ("resharding"), because it holds whole
 # tensors. Each rank says which boxes, that is rectangular blocks, of a whole it has, and PyTorch's
-# checkpoints copy what boxes of the old layout and of the new one have in common. A piece is a
-# range of a flattened part. So it is cut into boxes of the part, and these into boxes of the whole.
-# Here a rank has rows 0, 1 and 4 of a whole of (6, 2) as its part, and a piece of 5 elements:
+# checkpoints copy what boxes of the old layout and of the new one have in common. The elements of a
+# piece follow each other in the part, row by row, and may begin and end within a row. So a piece is
+# cut into boxes of the part, and these into boxes of the whole. Here a rank has rows 0, 1 and 4 of
+# a whole of (6, 2) as its part, and a piece of 5 elements:
 #
 #     whole    part     piece                  boxes of the part    boxes of the whole
 #     row 0    row 0    . 1                    (0, 1): 1            (0, 1): 1
@@ -1950,18 +2057,18 @@ def views_in_whole(parameter, tensor, part=None):
     parameter: a part that lies where `part` says, the whole if that is None, or a piece of it.
     tensor: the parameter, or a tensor of the same layout, such as a moment.
     """
-    # A piece of zero.py has the shape of what it is a piece of: here the part.
-    shape = getattr(parameter, "whole_shape", parameter.shape)
+    # ZeRO gives a piece these two attributes, and its whole is our part.
+    part_shape = getattr(parameter, "whole_shape", parameter.shape)
     begin = getattr(parameter, "offset", 0)
     rest = tensor.detach().view(-1)
     views = {}
-    for index, sizes in boxes_between(shape, begin, begin + len(rest)):
+    for index, sizes in boxes_between(part_shape, begin, begin + len(rest)):
         size = math.prod(sizes)
         views |= boxes_in_whole(index, rest[:size].view(sizes), part)
         rest = rest[size:]
     if part is None:
-        return shape, views
-    return (*shape[: part.dim], sum(part.blocks), *shape[part.dim + 1 :]), views
+        return part_shape, views
+    return (*part_shape[: part.dim], sum(part.blocks), *part_shape[part.dim + 1 :]), views
 
 
 def boxes_between(shape, begin, end):
@@ -2096,19 +2203,6 @@ def run_of(trainer, data_digest):
     return flags_of(trainer.args) | {"optimizer": type(trainer.optimizer).__name__} | facts
 
 
-class Writer(dcp.FileSystemWriter):
-    """PyTorch's writer, which raises the file system's error rather than one that follows from it.
-
-    After a disk is full, torch.save() complains that it has not written as much as it should have.
-    """
-
-    def write_data(self, plan, planner):
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            raise error.__context__ or error
-
-
 def write_checkpoint(state, path, run, group):
     """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
 
@@ -2117,7 +2211,7 @@ def write_checkpoint(state, path, run, group):
     partial_path = path.with_suffix(".partial")
     options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
     # each rank waits until its files are on the disk; there is nothing to copy ahead from a GPU
-    storage = Writer(partial_path, sync_files=True, per_thread_copy_ahead=0)
+    storage = dcp.FileSystemWriter(partial_path, sync_files=True, per_thread_copy_ahead=0)
     write = partial(dcp.save, state, storage_writer=storage, process_group=group)
     on_all_ranks(write, **options)
     files = partial_path.glob(f"__{dist.get_rank()}_*")  # this rank has written
@@ -2178,9 +2272,8 @@ def create_moments(trainer):
     """
     weights = trainer.parameters()
     gradients = [weight.grad for weight in weights]
-    zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))  # to save memory
     for weight in weights:
-        weight.grad = zeros[: weight.numel()].view(weight.shape)
+        weight.grad = torch.zeros_like(weight)
     trainer.optimizer.step()
     for weight, gradient in zip(weights, gradients):
         weight.grad = gradient
@@ -2211,7 +2304,7 @@ class Saver:
     raises the error.
 
     Inside `with`, SIGTERM does not end the process, but must_stop() becomes true on all ranks. It
-    is asked after each step, so a validation ends first, and SIGTERM in the last one has no effect.
+    is asked after each step, so a validation ends first. After the last step SIGTERM has no effect.
     At the end of `with`, a save under way is waited for, unless ranks have come apart. Until the
     thread has ended, the folder is locked against other runs, if its file system has locks.
 
@@ -2385,7 +2478,7 @@ def check_checkpoint(path, args):
     """Return what run.json says. Raise ValueError if the checkpoint is damaged or of another model.
     """
     run = read_run(path, dist.get_rank(), args.world_size)
-    for name in [name for name in MODEL_FLAGS if name not in MAY_CHANGE]:
+    for name in [each.name for each in fields(GPTConfig) if each.name not in MAY_CHANGE]:
         own = as_typed(name, getattr(args, name))  # "--hidden 128"
         theirs = as_typed(name, run.get(name))
         need(own == theirs, f"{own}, but {path} has {theirs}")
@@ -2642,47 +2735,9 @@ def describe(trainer):
 
 # ---- flags ---------------------------------------------------------------------------------------
 #
-# A flag is a field of Args. Those of the model are the fields of GPTConfig, with their types and
-# defaults, and MODEL_FLAGS adds what the command line says of them. The others are declared below.
+# A flag is a field of Args that flag() declares. Those of the model are the fields of GPTConfig.
 # parse() takes the flags that are given, complete() sets the others, and check() compares all with
-# the rules. The pipeline's schedule, schedule_of(), has rules of its own.
-
-
-def flag(default, help, **details):
-    """Declare a dataclass field that is also a flag.
-
-    details: choices, or the bounds of a number, which must be in [least, below). By default, least
-        is 1, or 0 for a float, and below is 2**31, or infinity for a float.
-    """
-    return field(default=default, metadata={"help": help} | details)
-
-
-MODEL_FLAGS = {
-    "layers": {"help": "number of transformer layers", "below": 10**5},
-    "hidden": {"help": "width of the model"},
-    "heads": {"help": "attention heads"},
-    "seq_len": {"help": "tokens in a sequence"},
-    "vocab_size": {"help": "tokens in the vocabulary"},
-    "dropout": {"help": "dropout in attention and residuals", "below": 1},
-    "kv_heads": {"help": "heads of keys and values (default: --heads)"},
-    "ffn": {"help": "inner width of an MLP or expert (default: 4 x --hidden)"},
-    "block": {"help": "GPT-2's or Llama's layers", "choices": ("gpt2", "llama")},
-    "rope_theta": {"help": "base of rotary positions' angles", "least": 1},
-    "head": {"help": "tied to the embedding (default: with gpt2)", "choices": ("tied", "untied")},
-    "experts": {"help": "experts in a layer, or 0 for an MLP", "least": 0},
-    "top_k": {"help": "experts that a token uses"},
-    "shared_experts": {"help": "experts that every token uses in addition", "least": 0},
-    "capacity_factor": {"help": "limit of an expert's load / mean load", "least": 0.01},
-    "balance": {"help": "balance experts by losses or a bias", "choices": ("aux", "bias", "none")},
-    "moe_every": {"help": "one layer in this many has experts"},
-    "topk_nodes": {"help": "nodes whose experts a token may use (default: all)"},
-    "sp": {"help": "sequence parallelism: split activations over tp, too"},
-    "recompute": {
-        "help": "recompute attention (selective) or layers (full) in backward",
-        "choices": ("none", "selective", "full"),
-    },
-    "recompute_layers": {"help": "layers that --recompute full recomputes as one"},
-}
+# two tables of rules. check_schedule() asks the pipeline's schedule for its own rules.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -2749,40 +2804,44 @@ class Args(GPTConfig):
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
-FLAGS = {each.name: each for each in fields(Args) if each.metadata or each.name in MODEL_FLAGS}
+FLAGS = {each.name: each for each in fields(Args) if each.metadata}
 PATHS = {"data", "checkpoint", "metrics"}  # flags that may differ between the machines of a run
-
-# Rules are expressions of flags, and not functions, because --help and errors show the very rule
-# that is evaluated, and an error lists the flags that occur in it.
 
 WITH_CHUNKS = [name for name, v in NUM_CHUNKS.items() if v is None]  # --chunks per rank
 WITH_PAIRS = ["dualpipe", "dualpipe-v"]  # may compute a forward and a backward together: --overlap
 
-# {rule: flags that have no effect without it, and are refused}
-WITHOUT_EFFECT_UNLESS = {
-    "block == 'llama'": "rope_theta",
-    "experts > 0": "top_k shared_experts capacity_factor balance moe_every topk_nodes ep",
-    "ep > 1": "expert_parts",
-    "tp > 1": "sp",
-    "cp > 1": "cp_method",
-    "pp > 1": "schedule",
-    f"schedule in {WITH_PAIRS}": "overlap",
-    f"schedule in {WITH_CHUNKS}": "chunks",
-    "zero > 0": "replicate",
-    "recompute == 'full'": "recompute_layers",
-    "pp * dp * cp * tp > 1": "collectives",
-    "lr_decay != 'none'": "decay_steps min_lr",
-    "checkpoint": "save_every keep",
-    "sample != 0": "prompt temperature",
+# Rules are expressions of flags, and not functions, because --help and errors show the very rule
+# that is evaluated, and an error lists the flags that occur in it.
+
+# {flag: what must hold if it is given, since it would have no effect otherwise}. A value with which
+# it asks for nothing is allowed.
+NEEDS = {
+    "rope_theta": "block == 'llama'",
+    "top_k": "experts > 0",
+    "shared_experts": "experts > 0 or shared_experts == 0",
+    "capacity_factor": "experts > 0",
+    "balance": "experts > 0 or balance == 'none'",
+    "moe_every": "experts > 0 or moe_every == 1",
+    "topk_nodes": "experts > 0",
+    "ep": "experts > 0 or ep == 1",
+    "expert_parts": "ep > 1 or expert_parts == 1",
+    "sp": "tp > 1",
+    "cp_method": "cp > 1",
+    "schedule": "pp > 1 or schedule == '1f1b'",
+    "overlap": f"schedule in {WITH_PAIRS}",
+    "chunks": f"schedule in {WITH_CHUNKS} or chunks == 1",
+    "replicate": "zero > 0 or replicate == 1",
+    "recompute_layers": "recompute == 'full' or recompute_layers == 1",
+    "collectives": "world_size > 1 or collectives == 'ours'",
+    "decay_steps": "lr_decay != 'none'",
+    "min_lr": "lr_decay != 'none'",
+    "save_every": "checkpoint",
+    "keep": "checkpoint",
+    "prompt": "sample != 0",
+    "temperature": "sample != 0",
 }
-NEEDS = {name: rule for rule, names in WITHOUT_EFFECT_UNLESS.items() for name in names.split()}
-# The value with which such a flag asks for nothing. It is never refused.
-NOTHING = {
-    "shared_experts": 0, "balance": "none", "moe_every": 1, "ep": 1, "expert_parts": 1,
-    "schedule": "1f1b", "chunks": 1, "replicate": 1, "recompute_layers": 1, "collectives": "ours",
-}  # fmt: skip
-# What must hold of the flags, and how an error says it after it has listed their values. A rule may
-# rely on the earlier ones. Besides flags, it may use the other fields of Args.
+# {what must hold: what an error says if it does not, after the rule's flags and their values}. A
+# rule may rely on the earlier ones. Besides flags, it may use the other fields of Args.
 RULES = {
     "pp * dp * cp * tp == world_size": "pp x dp x cp x tp is not {world_size}, the number of ranks",
     "dtype != 'bf16' or zero != 0":
@@ -2798,7 +2857,7 @@ RULES = {
     "block != 'llama' or hidden // heads % 2 == 0": "a head that rotates has an even width",
     "kv_heads % tp == 0": "tp does not divide heads of keys and values",
     "tp <= vocab_size": "a rank would have no tokens",
-    "ffn % tp == 0 or experts and moe_every == 1": "tp does not divide the width of the MLP",
+    "ffn % tp == 0 or (experts and moe_every == 1)": "tp does not divide the width of an MLP",
     "chunks <= layers + 2": "there are too few layers",
     "experts % ep == 0": "ep does not divide the experts",
     "not experts or top_k <= experts": "a token cannot use an expert twice",
@@ -2829,7 +2888,7 @@ def parse(argv, world_size, per_node=None):
     complete(args)
     check(args, given)
     args = Args(**vars(args))
-    schedule_of(args)
+    check_schedule(args)
     return args
 
 
@@ -2858,35 +2917,13 @@ def complete(args):
         args.min_lr = args.lr / 10
 
 
-def nodes_of_experts(args):
-    """Return over how many nodes an ep_group is spread, with equally many of its ranks on each."""
-    in_tp = math.gcd(args.ep, args.tp)  # as in slices_of_experts()
-    in_dp_cp = args.ep // in_tp
-    if args.per_node % args.tp == 0:  # a node has whole tp_groups
-        return in_dp_cp // math.gcd(in_dp_cp, args.per_node // args.tp)
-    return args.ep // math.gcd(in_tp, args.per_node)
-
-
-def parts_of_experts(args):
-    """Return the default of --expert-parts, the same on all ranks.
-
-    It is 2 if a rank sends at least 1 MiB to each other rank of ep in a dispatch. Halves of such a
-    message still take far longer than its start.
-    """
-    rows = args.batch_size // (args.dp * args.microbatches)
-    tokens = rows * args.seq_len // (args.cp * args.tp)
-    itemsize = 2 if args.dtype == "bf16" else 4
-    nbytes = tokens * args.top_k * args.hidden * itemsize // args.ep
-    return 2 if args.ep > 1 and nbytes >= 2**20 else 1
-
-
 def check(args, given):
     """Raise ValueError if flags do not fit together, or if a given flag lacks what it needs.
 
     args: all fields of Args, set. given: {name: value} of the flags on the command line.
     """
     for name, rule in NEEDS.items():
-        if name in given and given[name] != NOTHING.get(name):
+        if name in given:
             need(holds(rule, args), f"{as_typed(name, given[name])} needs {rule}")
     for rule, fault in RULES.items():
         names = [name for name in compile(rule, "", "eval").co_names if name in FLAGS]
@@ -2895,53 +2932,31 @@ def check(args, given):
 
 def holds(rule, args):
     """Return whether an expression of flags, such as "cp > 1", is true."""
-    return bool(eval(rule, {"max": max}, vars(args)))
+    return bool(eval(rule, {}, vars(args)))
 
 
-def schedule_of(args):
-    """Return the pipeline's schedule; raise ValueError if it is not defined for these flags."""
-    make = SCHEDULES[args.schedule]
-    chunks = [args.chunks] if NUM_CHUNKS[args.schedule] is None else []
+def check_schedule(args):
+    """Raise ValueError if the pipeline's schedule is not defined for these flags."""
     try:
-        schedule = make(args.pp, args.microbatches, *chunks)
+        routes = schedule_of(args).routes
     except ValueError as error:
         raise ValueError(f"{typed(args, 'schedule', 'pp', 'microbatches')}: {error}") from None
-    if args.overlap:
-        schedule = pair_up(schedule)
-    stages = len(schedule.routes[0])
+    stages = len(routes[0])
     # the first stage may hold just the embedding, and the last one just the head
     need(args.layers + 2 >= stages, f"{typed(args, 'layers')} is too few for {stages} stages")
-    most = max(map(len, divide_layers(args, schedule.routes)))
+    most = max(map(len, divide_layers(args, routes)))
     sentence = f"{typed(args, 'recompute_layers')} is more than a stage has, at most {most}"
     need(args.recompute_layers <= most, sentence)
-    return schedule
-
-
-USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
-EPILOG = """
-A flag that has no effect without another one is refused if the other one is missing.
-
-example: two pipeline stages, each on two ranks that split its layers' matrices
-  torchrun --nproc-per-node 4 hybrid.py --pp 2 --tp 2 --steps 100
-"""
-HEADINGS = {  # in --help, before these flags
-    "layers": "model", "experts": "experts", "sp": "layout", "batch_size": "optimisation",
-    "device": "run",
-}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
     """The command line's parser. It raises ValueError on errors, and sets only the flags given."""
 
     def __init__(self, **options):
-        super().__init__(
-            "hybrid.py", usage=USAGE, description=__doc__.splitlines()[0], epilog=EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options,
-        )  # fmt: skip
+        usage = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
+        super().__init__(usage=usage, allow_abbrev=False, **options)
         for name in FLAGS:
-            if name in HEADINGS:
-                group = self.add_argument_group(HEADINGS[name])
-            group.add_argument(as_typed(name), default=argparse.SUPPRESS, **options_of(name))
+            self.add_argument(as_typed(name), default=argparse.SUPPRESS, **options_of(name))
 
     def error(self, message):
         raise ValueError(message.removeprefix("argument "))
@@ -2950,7 +2965,7 @@ class Parser(argparse.ArgumentParser):
 def options_of(name):
     """Return the options of add_argument() for a flag."""
     default = FLAGS[name].default
-    details = FLAGS[name].metadata or MODEL_FLAGS[name]
+    details = FLAGS[name].metadata
     kind, *_ = get_args(FLAGS[name].type) or [FLAGS[name].type]  # the int of `int | None`
     help = details["help"]
     if default is not None and kind is not bool:
@@ -2963,7 +2978,7 @@ def options_of(name):
         return {"help": help, "type": kind, "choices": details.get("choices")}
     least = details.get("least", 1 if kind is int else 0)
     below = details.get("below", 2**31 if kind is int else math.inf)
-    return {"help": help, "type": at_least(least, kind, below), "metavar": "N"}
+    return {"help": help, "type": at_least(least, kind, below)}
 
 
 def at_least(least, kind=int, below=math.inf):
@@ -3010,7 +3025,8 @@ def flags_of(args):
 # torchrun by default after 30 seconds. If the step and the save take longer, they are lost.
 
 # Variables that main() sets unless they are set already. CUDA and NCCL read them when they start.
-# NCCL_LAUNCH_ORDER_IMPLICIT=1 is for a run with several groups that hangs, as it delays kernels.
+# If a run hangs because ranks have started kernels of two groups in different orders, set
+# NCCL_LAUNCH_ORDER_IMPLICIT=1, which keeps the host's order. It is not set, as it delays kernels.
 ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # with fewer queues, kernels wait for unrelated messages
     "NCCL_MAX_P2P_NCHANNELS": "16",  # half of the usual channels, and so half of NCCL's buffers
@@ -3038,7 +3054,7 @@ def main(argv=None, work=train):
         # A lost connection is told only if nothing has failed before. A cause is told in any case,
         # but by one rank, since all may have the same one.
         is_first = is_first_with(store, "failure")
-        if is_lost_connection(error):
+        if isinstance(error, dist.DistError):  # another process is missing, silent or has ended
             if is_first:
                 say(f"error: rank {dist.get_rank()}: {first_line(error)}")
         elif is_first_with(store, "cause"):
@@ -3112,37 +3128,6 @@ def agree(argv):
     return args, device
 
 
-def over_nccl(args, device):
-    """Return whether messages go over NCCL, for which each process needs a GPU of its own."""
-    return device.type == "cuda" and args.device != "shared"
-
-
-def make_group(ranks, timeout, gpu=None):
-    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
-
-    On a GPU it has NCCL, on a stream of high priority, so that messages do not wait for kernels of
-    the computation. Otherwise, and if it has one rank, it has the backend of the world, gloo.
-    """
-    is_alone = len(ranks) == 1
-    if is_alone or gpu is None:
-        return dist.new_group(ranks, timeout, use_local_synchronization=is_alone)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # new_group() warns if it differs
-    return dist.new_group(ranks, timeout, "nccl", options, device_id=gpu)  # connects now
-
-
-def ranks_on_one_node(slices, per_node):
-    """Return how many ranks of a group share a node, or 1 if this is not the same everywhere.
-
-    Copies of a weight get equal bits only if all groups of an axis sum in the same order, which
-    depends on this number. With tp 4 and 6 ranks per node, ranks 0 to 3 share a node and 4 to 7 are
-    on two, so it is 1 for both groups.
-    """
-    nodes = slices // per_node
-    sizes = {size for row in nodes.tolist() for size in Counter(row).values()}
-    return min(sizes) if len(sizes) == 1 else 1
-
-
 def choose_device(args, local_rank=0, per_node=1):
     """Return this process's device; raise ValueError if a GPU is missing."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -3164,11 +3149,6 @@ def is_first_with(store, what):
         return store.add(what, 1) == 1
     except RuntimeError:  # the store's process, which is torchrun's or rank 0's, has died
         return True
-
-
-def is_lost_connection(error):
-    """Return whether an error says that another process is missing, silent or has ended."""
-    return isinstance(error, dist.DistError) or " lost rank " in str(error)
 
 
 def say(sentence):

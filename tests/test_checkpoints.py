@@ -18,6 +18,7 @@ import time
 import warnings
 from concurrent import futures
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import fields
 from pathlib import Path
 from unittest.mock import patch
 
@@ -350,9 +351,8 @@ def test_a_run_with_another_optimizer_continues_in_any_layout(name, tmp_path):
 
 @on_ranks(2)
 def test_an_optimizer_that_needs_whole_matrices_is_refused_where_they_are_cut(tmp_path):
-    status, line = _with_optimizer(OPTIMIZERS["muon"], "--tp 2", tmp_path / "own")
-    assert status == 2 and "\n" not in line
-    assert line.startswith("--tp 2") and ": Muon " in line
+    with pytest.raises(ValueError, match="^Muon is wrong on shards"):
+        _with_optimizer(OPTIMIZERS["muon"], "--tp 2", tmp_path / "own")
     assert not (tmp_path / "own").exists()
     for cut in "--tp 2", "--zero 1":
         with pytest.warns(UserWarning, match="^Undeclared on shards "):
@@ -575,16 +575,17 @@ def test_a_full_disk_ends_all_ranks_with_one_line_by_the_next_step(tmp_path):
 
 
 @on_ranks(1)
-def test_a_save_says_that_the_disk_is_full_wherever_it_fills_up(tmp_path):
+def test_a_save_fails_wherever_the_disk_fills_up(tmp_path):
     """The limit falls into the headers, the numbers, or the ends of what torch.save() writes."""
     state = {"model": {"a": torch.ones(50), "b": torch.ones(3000)}}
     for limit in range(0, 14000, 200):
         limit_files(limit)
-        with pytest.raises(hybrid.TrainingError) as raised:
+        with pytest.raises(hybrid.TrainingError):
             hybrid.write_checkpoint(state, tmp_path / "step_00000001", {"keep": 1}, None)
         limit_files(None)
-        assert str(raised.value).endswith("step_00000001: [Errno 27] File too large"), limit
+        assert hybrid.checkpoints_of(tmp_path) == []
     hybrid.write_checkpoint(state, tmp_path / "step_00000001", {"keep": 1}, None)
+    assert hybrid.checkpoints_of(tmp_path) == [tmp_path / "step_00000001"]
 
 
 def _lose_rank_1(folder):
@@ -597,7 +598,7 @@ def _lose_rank_1(folder):
 
     with pytest.raises(RuntimeError) as error:
         _end("--dp 2", folder, die)
-    assert hybrid.is_lost_connection(error.value)
+    assert isinstance(error.value, dist.DistError)
     return before, signal.getsignal(signal.SIGTERM)
 
 
@@ -833,7 +834,7 @@ def test_files_of_a_killed_save_are_not_in_the_checkpoint_that_takes_its_name(tm
 def test_only_flags_that_no_weight_depends_on_may_change_when_a_run_continues():
     args = hybrid.parse([], 1)
     free = "dropout sp recompute recompute_layers capacity_factor topk_nodes".split()
-    for name in hybrid.MODEL_FLAGS:
+    for name in [each.name for each in fields(hybrid.GPTConfig)]:
         saved = hybrid.flags_of(args) | {name: "another"}
         refused = pytest.raises(ValueError, match=f"{hybrid.as_typed(name)} another")
         with (

@@ -34,23 +34,15 @@ WIDER += [("uint32", 65536, most) for most in (3, 256, 65536, 100_000, 127_999)]
 
 @pytest.mark.parametrize("header", [0, 4096])
 @pytest.mark.parametrize("kind, vocab_size, most", WIDER)
-def test_wider_integers_are_refused_and_the_error_says_how_to_convert_them(
-    kind, vocab_size, most, header, tmp_path, monkeypatch
-):
+def test_wider_integers_are_refused(kind, vocab_size, most, header, tmp_path):
     """Numbers below 128,000 in 32 bits look like pairs of tokens, of which the second is 0 or 1."""
     tokens = np.random.default_rng(shifted(1)).integers(0, most, 20_000).astype(kind)
     path = tmp_path / "x.bin"
     path.write_bytes(np.arange(header // 2, dtype=np.uint16).tobytes() + tokens.tobytes())
     with pytest.raises(ValueError) as error:
         hybrid.load_data(path, 16, vocab_size)
-    sentence, command = str(error.value).split(": ")
     needed = "uint32" if vocab_size == LLAMA else "uint16"
-    assert sentence == f"x.bin is of a wider type than {needed}"
-    if not header and most <= vocab_size:
-        monkeypatch.chdir(tmp_path)
-        eval(command, {"np": np, "FILE": path, "DTYPE": kind})
-        found = joined(hybrid.load_data(tmp_path / "train.bin", 16, vocab_size))
-        np.testing.assert_array_equal(found, tokens)
+    assert str(error.value) == f"x.bin is of a wider type than {needed}"
 
 
 @pytest.mark.parametrize("vocab_size", [GPT2, LLAMA])

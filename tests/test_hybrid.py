@@ -1,5 +1,6 @@
 """Every layout of hybrid.py trains as one process does; batches, metrics and errors."""
 
+import ast
 import inspect
 import io
 import itertools
@@ -70,23 +71,24 @@ def test_a_plain_part_of_a_weight_that_the_ranks_do_not_divide_is_refused():
         hybrid.plain_part(torch.zeros(5, 2), 0, None)
 
 
-OWN_PARTS = {  # {name: dim along which the technique's ranks have parts of the weight}
-    "zero": {},
-    "cp": {"positions": 0},
-    "sp": {"qkv": 1, "out": 1, "up": 0, "down": 1},
-}
+def step_of_one_process(reference, tokens, heads):
+    """Take a step on whole weights, and return the loss."""
+    sgd = torch.optim.SGD(leaves_of(reference), 0.5)
+    loss = loss_by_one_process(reference, tokens, heads)
+    loss.backward()
+    sgd.step()
+    return loss.detach()
 
 
-@pytest.mark.parametrize("technique", OWN_PARTS)
+@pytest.mark.parametrize("technique", ["zero", "cp"])
 @on_ranks(4)
-def test_zero_cp_and_sp_join_the_plain_forms_as_the_comment_after_plain_step_says(technique):
+def test_zero_and_cp_join_the_plain_forms_as_the_comment_after_plain_step_says(technique):
     """The group that plain_groups() calls dp is that of cp, if cp is tested."""
     torch.set_default_dtype(torch.float64)
     V, T, D, heads, layers, batch = GRID.values()
     whole, reference = whole_weights(**GRID), whole_weights(**GRID)
-    tp = 2 if technique == "sp" else 1
-    groups = hybrid.plain_groups(pp=2, dp=2 // tp, tp=tp)
-    group = groups["tp" if technique == "sp" else "dp"]
+    groups = hybrid.plain_groups(pp=2, dp=2, tp=1)
+    group = groups["dp"]
     rank, P = rank_and_size(group)
     pp_rank, pp = rank_and_size(groups["pp"])
     tokens = torch.randint(V, (batch, T + 1))
@@ -98,54 +100,40 @@ def test_zero_cp_and_sp_join_the_plain_forms_as_the_comment_after_plain_step_say
         whole["positions"] = whole["positions"].chunk(P)[rank]
     stage = hybrid.PlainStage(whole, D // heads, groups)
     parameters = dict(stage.named_parameters())
-    sgd = torch.optim.SGD(leaves_of(reference), 0.5)
-    loss = loss_by_one_process(reference, tokens, heads)
-    loss.backward()
-    sgd.step()
+    loss = step_of_one_process(reference, tokens, heads)
 
     def across_positions(q, k, v, is_causal):
         return simple_allgather_attention(q, k, v, group)
 
-    if technique == "sp" and stage.is_first:
-        stage.layers.register_forward_pre_hook(lambda _, x: scatter_to_group(*x, 1, group))
-    if technique == "sp" and stage.is_last:
-        stage.layers.register_forward_hook(lambda *call: gather_from_group(call[-1], 1, group))
-    f = lambda x, group: all_gather_to_group(x, 1, group)
-    g = lambda z, group: reduce_scatter_to_group(z, 1, group)
     changed = {
         "zero": nullcontext(),
-        "sp": patch.multiple(tensor_parallel, copy_to_group=f, reduce_from_group=g),
         "cp": patch.object(torch.nn.functional, "scaled_dot_product_attention", across_positions),
     }
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    if technique != "sp":
-        inputs, targets = (part.chunk(P, dim)[rank] for part in (inputs, targets))
+    inputs, targets = (part.chunk(P, dim)[rank] for part in (tokens[:, :-1], tokens[:, 1:]))
     if not stage.is_first:
-        inputs = torch.empty(len(inputs), inputs.size(1) // tp, D)
+        inputs = torch.empty(*inputs.shape, D)
     share = lambda y, t: cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum") / count
     with changed[technique]:
         microbatches = inputs.chunk(2), targets.chunk(2)
         losses = one_f_one_b_step(stage, *microbatches, share, groups["pp"])
     if stage.is_last:
         total = sum(losses)
-        if technique != "sp":
-            dist.all_reduce(total, group=group)
+        dist.all_reduce(total, group=group)
         if technique == "zero":
             total /= P
-        torch.testing.assert_close(total, loss.detach(), rtol=1e-13, atol=0)
-    dim_of = lambda name: OWN_PARTS[technique].get(name.rsplit(".", 1)[-1])
+        torch.testing.assert_close(total, loss, rtol=1e-13, atol=0)
     if technique == "zero":
         update = lambda weights, gradient: weights.sub_(0.5 * gradient)
         zero.sharded_step([*parameters.values()], update, group)
     else:
         for name, parameter in parameters.items():
-            if technique != "sp" and dim_of(name) is None:
+            if name != "positions":
                 dist.all_reduce(parameter.grad, group=group)
         torch.optim.SGD(parameters.values(), 0.5).step()
     for name, parameter in parameters.items():
         expected = counterpart(reference, name, layers // pp * pp_rank)
-        if dim_of(name) is not None:
-            expected = expected.chunk(P, dim_of(name))[rank].view_as(parameter)
+        if (technique, name) == ("cp", "positions"):
+            expected = expected.chunk(P)[rank]
         torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -154,7 +142,7 @@ def with_lines_for(technique, function, **names):
 
     names: what these lines use and hybrid does not.
     """
-    source = inspect.getsource(function)
+    source = original = re.sub(r"  #.*", "", inspect.getsource(function))
     comment = re.search(rf"^# {technique} .*?(?=^#$)", inspect.getsource(hybrid), re.M | re.S)[0]
     for change in re.finditer(r"((?:^# +-  .*\n)+)((?:^# +\+  .*\n)+)", comment, re.M):
         uncommented = (re.sub(r"^# +[-+]  ", "", lines, flags=re.M) for lines in change.groups())
@@ -164,49 +152,63 @@ def with_lines_for(technique, function, **names):
             lines = textwrap.indent(old, place[1])
             assert source.count(lines) == 1
             source = source.replace(lines, textwrap.indent(new, place[1]))
-    assert source != inspect.getsource(function)
+    assert source != original
     scope = vars(hybrid) | names
     exec(source, scope)
     return scope[function.__name__]
 
 
+@pytest.mark.parametrize("technique, pp", [("sp", 2), ("ep", 1)])
 @on_ranks(4)
-def test_the_lines_for_experts_make_plain_step_train_them_as_one_process_does():
-    """Two experts, each of which two ranks split."""
+def test_the_lines_for_sp_and_experts_make_plain_step_train_as_one_process_does(technique, pp):
+    """With ep there are two experts, each of which two ranks split."""
     torch.set_default_dtype(torch.float64)
-    V, T, D, heads, _, batch = GRID.values()
-    groups = hybrid.plain_groups(pp=1, dp=2, tp=2)
-    rank, P = rank_and_size(groups["dp"])
-    tp_rank, tp = rank_and_size(groups["tp"])
-    whole, reference = whole_weights(**GRID), whole_weights(**GRID)
-    for own, layer in zip(whole["layers"], reference["layers"]):
-        layer |= {"router": torch.randn(P, D), "up": torch.randn(P, 4 * D, D)}
-        layer["down"] = torch.randn(P, D, 4 * D)
-        own |= {"up": layer["up"][rank], "down": layer["down"][rank]}
-    layer_with_experts = with_lines_for("ep", hybrid.PlainLayer, switch_layer=switch_layer)
-    step_with_experts = with_lines_for("ep", hybrid.plain_step)
-    with patch.object(hybrid, "PlainLayer", layer_with_experts):
+    V, T, D, heads, layers, batch = GRID.values()
+    groups = hybrid.plain_groups(pp=pp, dp=2 // pp, tp=2)
+    (pp_rank, _), (dp_rank, dp), (tp_rank, tp) = map(rank_and_size, groups.values())
+    with_experts = {}
+    if technique == "ep":
+        names = {"switch_layer": switch_layer, "dp_group": groups["dp"], "dp": dp}
+        for function in hybrid.plain_weights, hybrid.PlainLayer:
+            with_experts[function.__name__] = with_lines_for(technique, function, **names)
+    with patch.dict(vars(hybrid), with_experts):
+        whole, reference = whole_weights(**GRID), whole_weights(**GRID)
         stage = hybrid.PlainStage(whole, D // heads, groups)
-    for own, layer in zip(stage.layers, reference["layers"]):
-        own.dp_group = groups["dp"]
-        own.router = torch.nn.Parameter(layer["router"].clone())
+    with_sp = {}
+    if technique == "sp":
+        with_sp["copy_to_group"] = lambda x, group: all_gather_to_group(x, 1, group)
+        with_sp["reduce_from_group"] = lambda z, group: reduce_scatter_to_group(z, 1, group)
+        scatter = lambda _, x: scatter_to_group(*x, 1, groups["tp"])
+        gather = lambda *call: gather_from_group(call[-1], 1, groups["tp"])
+        if stage.is_first:
+            stage.layers.register_forward_pre_hook(scatter)
+        if stage.is_last:
+            stage.layers.register_forward_hook(gather)
     tokens = torch.randint(V, (batch, T + 1))
-    sgd = torch.optim.SGD(leaves_of(reference), 0.5)
-    expected = loss_by_one_process(reference, tokens, heads)
-    expected.backward()
-    sgd.step()
-    optimizer = torch.optim.SGD(stage.parameters(), 0.5)
-    loss = step_with_experts(stage, optimizer, tokens, 2, groups)
+    expected = step_of_one_process(reference, tokens, heads)
+    step = with_lines_for(technique, hybrid.plain_step)
+    sgd = torch.optim.SGD(stage.parameters(), 0.5)
+    with patch.dict(vars(tensor_parallel), with_sp):
+        loss = step(stage, sgd, tokens, 2, groups)
     assert loss == pytest.approx(expected.item(), rel=1e-13)
     dims = {"qkv": 1, "out": 1, "up": 0, "down": 1}
     for name, parameter in stage.named_parameters():
-        expected = counterpart(reference, name, 0)
+        expected = counterpart(reference, name, layers // pp * pp_rank)
         kind = name.rsplit(".", 1)[-1]
-        if kind in ("up", "down"):
-            expected = expected[rank]
+        if technique == "ep" and kind in ("up", "down"):
+            expected = expected[dp_rank]
         if kind in dims:
             expected = expected.chunk(tp, dims[kind])[tp_rank]
         torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_technique_calls_nothing_that_stands_below_services():
+    technique, services = inspect.getsource(hybrid).split("# ==== services ")
+    kinds = ast.FunctionDef, ast.ClassDef
+    below = {each.name for each in ast.parse("#" + services).body if isinstance(each, kinds)}
+    used = {each.id for each in ast.walk(ast.parse(technique)) if isinstance(each, ast.Name)}
+    assert "train" in below and "GPT" in used
+    assert not used & below
 
 
 # ---- every layout --------------------------------------------------------------------------------
@@ -310,7 +312,7 @@ def test_a_parameter_or_buffer_whose_initial_value_is_not_declared_is_refused_by
 
         fault = rf"h\.0\.ln_1\.{attribute} has no initial value"
         with patch.object(torch.nn, "LayerNorm", Norm):
-            with pytest.raises(hybrid.TrainingError, match=fault):
+            with pytest.raises(AssertionError, match=fault):
                 make_trainer("")
 
 

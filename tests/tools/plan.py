@@ -641,14 +641,14 @@ def parse(argv):
     args.min_lr = args.decay_steps = 0  # check() compares them, but a plan has no learning rate
     usual = 2**24 // args.seq_len if args.model else math.ceil(16 / args.gpus) * args.gpus
     args.batch_size = args.batch_size or usual
-    known = {"experts > 0", "block == 'llama'"}  # the plan chooses the other things that flags need
+    known = ["experts > 0", "block == 'llama'"]  # the plan chooses the other things that flags need
     if "recompute" in given:
-        known.add("recompute == 'full'")
+        known.append("recompute == 'full'")
     if "schedule" in given:
-        known.add(f"schedule in {CAN_OVERLAP}")
+        known.append(f"schedule in {CAN_OVERLAP}")
     for name, value in given.items():
-        needs = hybrid.NEEDS.get(name)
-        if needs in known and not hybrid.holds(needs, args):
+        needs = hybrid.NEEDS.get(name, "")
+        if needs.startswith(tuple(known)) and not hybrid.holds(needs, args):
             raise ValueError(f"{hybrid.as_typed(name, value)} needs {needs}")
     return args
 
