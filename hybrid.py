@@ -92,8 +92,8 @@ from collectives import (
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, Router, tally_metrics
 from pipeline import (
-    NUM_CHUNKS, SCHEDULES, Pipeline, WeightGradStore, forward_only, one_f_one_b_step, pair_up,
-    sum_replicas,
+    NUM_CHUNKS, SCHEDULES, PairedPipeline, Pipeline, WeightGradStore, forward_only,
+    one_f_one_b_step, sum_replicas,
 )
 from sequence_parallel import (
     context_positions, dropout, recompute, recompute_groups, run_layers, zigzag_allgather_attention,
@@ -1258,7 +1258,8 @@ class Trainer:
         evaluation = forward_only(args.pp, args.microbatches, schedule.routes[0])
         unique_stages = self.stages[: len(self.unique_chunks)]
         self.evaluation = Pipeline(unique_stages, evaluation, self.loss, **options)
-        self.pipeline = Pipeline(
+        pipeline_class = PairedPipeline if args.overlap else Pipeline
+        self.pipeline = pipeline_class(
             self.stages, schedule, self.loss, **options, defer=deferred,
             # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all
             sync_each=args.zero > 1,
@@ -2906,8 +2907,6 @@ def schedule_of(args):
         schedule = make(args.pp, args.microbatches, *chunks)
     except ValueError as error:
         raise ValueError(f"{typed(args, 'schedule', 'pp', 'microbatches')}: {error}") from None
-    if args.overlap:
-        schedule = pair_up(schedule)
     stages = len(schedule.routes[0])
     # the first stage may hold just the embedding, and the last one just the head
     need(args.layers + 2 >= stages, f"{typed(args, 'layers')} is too few for {stages} stages")

@@ -259,18 +259,13 @@ class Action(NamedTuple):
         """What the F and the B, or I and W, of a microbatch in a chunk have in common."""
         return self.microbatch, self.chunk
 
-    @property
-    def actions(self):
-        """This action alone. A Pair, the other kind of item in a row, has two: see DualPipe."""
-        return (self,)
-
 
 class Transfer(NamedTuple):
     """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
 
-    action: the F that makes this output, or the B that makes this gradient. An I makes the same
-        gradient as a B, and its Transfer names the B, too. If a rank has several chunks, source and
-        destination may be the same rank.
+    action: the F that makes this output, or the B that makes this gradient, which stands for the I
+        in schedules that have it. If a rank has several chunks, source and destination may be the
+        same rank.
     """
 
     action: Action
@@ -281,14 +276,20 @@ class Transfer(NamedTuple):
 class Schedule(list):
     """A row for each rank, and the route that microbatches take through the ranks.
 
-    The items of a row are what the rank does, in order: Actions and, with DualPipe, Pairs. If F0 is
-    Action("F", 0), the example above is [[F0, F1, B0, F2, B1, B2], [F0, B0, F1, B1, F2, B2]].
+    A row lists a rank's Actions in order. If F0 is Action("F", 0), the example above is
+    [[F0, F1, B0, F2, B1, B2], [F0, B0, F1, B1, F2, B2]].
 
     routes: a list of routes, mostly of one. A route lists the places (rank, chunk) that a forward
         visits, in order; its backward visits them in reverse. The default is (0, 0), (1, 0), (2, 0)
         and so on. With two routes, the first half of the microbatches takes the first.
+    needs, makes: {(action, rank): [Transfer]}, what must arrive before an action begins, and what
+        can leave when it ends. Rank 1's F0 needs what rank 0's F0 makes, so in the example,
+        needs[F0, 1] and makes[F0, 0] are both [Transfer(F0, 0, 1)]. A list has at most one
+        Transfer. It is empty where a route begins, for needs of F and makes of B; where it ends,
+        for makes of F and needs of B; and for each W.
 
-    Raises ValueError if a rank has no actions.
+    Raises ValueError if a rank has no actions, or a microbatch lacks an action at a place of its
+    route, repeats one or has them out of order.
     """
 
     def __init__(self, rows, routes=None):
@@ -296,49 +297,40 @@ class Schedule(list):
         if not all(self):
             raise ValueError(f"rank {self.index([])} has no actions")
         self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
-        everything = [action for rank in range(len(self)) for action in self.actions(rank)]
-        self.num_microbatches = 1 + max(action.microbatch for action in everything)
-        self._needed = {}  # {(action, rank): Transfer}
-        self._made = {}
+        self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
+        _check_actions(self)
+        self.needs = defaultdict(list)
+        self.makes = defaultdict(list)
         for microbatch in range(self.num_microbatches):
             route = self.route(microbatch)
-            for place, next_place in zip(route, route[1:]):
-                self._link("F", microbatch, place, next_place)
-                self._link("B", microbatch, next_place, place)
-                self._link("I", microbatch, next_place, place)
-
-    def _link(self, kind, microbatch, place, next_place):
-        """Record what an action makes at a place, and the same action needs at the next place."""
-        rank, chunk = place
-        next_rank, next_chunk = next_place
-        named = Action("F" if kind == "F" else "B", microbatch, chunk)
-        transfer = Transfer(named, rank, next_rank)
-        self._made[Action(kind, microbatch, chunk), rank] = transfer
-        self._needed[Action(kind, microbatch, next_chunk), next_rank] = transfer
+            for (rank, chunk), (next_rank, next_chunk) in zip(route, route[1:]):
+                output = Transfer(Action("F", microbatch, chunk), rank, next_rank)
+                self.makes[Action("F", microbatch, chunk), rank] = [output]
+                self.needs[Action("F", microbatch, next_chunk), next_rank] = [output]
+                gradient = Transfer(Action("B", microbatch, next_chunk), next_rank, rank)
+                for kind in "BI":
+                    self.makes[Action(kind, microbatch, next_chunk), next_rank] = [gradient]
+                    self.needs[Action(kind, microbatch, chunk), rank] = [gradient]
 
     def route(self, microbatch):
         """Return the places that a microbatch visits on its way forward."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
-    def actions(self, rank):
-        """Return a list of the rank's actions, in order, with those of Pairs."""
-        return [action for item in self[rank] for action in item.actions]
 
-    def needs(self, item, rank):
-        """Return a list of the Transfers that must arrive before an Action or a Pair begins.
-
-        Rank 1's F0 needs what rank 0's F0 makes. So in the example, needs(F0, 1) and makes(F0, 0)
-        are both [Transfer(F0, 0, 1)]. An action needs and makes at most one. Where a route begins,
-        F needs nothing and B makes nothing. Where it ends, F makes nothing and B needs nothing. A W
-        never needs or makes anything.
-        """
-        keys = [(action, rank) for action in item.actions]
-        return [self._needed[key] for key in keys if key in self._needed]
-
-    def makes(self, item, rank):
-        """Return a list of the Transfers that can leave when an Action or a Pair ends."""
-        keys = [(action, rank) for action in item.actions]
-        return [self._made[key] for key in keys if key in self._made]
+def _check_actions(schedule):
+    """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
+    kinds = defaultdict(str)
+    for rank, row in enumerate(schedule):
+        for kind, microbatch, chunk in row:
+            kinds[rank, microbatch, chunk] += kind
+    allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
+    for microbatch in range(schedule.num_microbatches):
+        for rank, chunk in schedule.route(microbatch):
+            if (performed := kinds.pop((rank, microbatch, chunk), "")) not in allowed:
+                where = f"rank {rank}, {microbatch=}, {chunk=}"
+                raise ValueError(f"{where}: {performed!r} is none of {allowed}")
+    if kinds:
+        raise ValueError(f"(rank, microbatch, chunk) on no route: {list(kinds)}")
 
 
 # ---- any schedule, one exchange at a time --------------------------------------------------------
@@ -350,26 +342,24 @@ class Schedule(list):
 
 
 def in_order(schedule):
-    """Yield (rank, item) for all items of all rows, each after those that make what it needs.
+    """Yield (rank, action) for all actions of all rows, each after those that make what it needs.
 
-    The ranks take turns. In its turn, a rank performs its next item unless it must wait. The
-    example begins: rank 0 F0, rank 1 F0, rank 0 F1, rank 1 B0, rank 0 B0. Raises ValueError if a
-    microbatch lacks an action, repeats one or has them out of order, or if all ranks wait; the
-    error then says at what.
+    The ranks take turns. In its turn, a rank performs its next action unless it must wait. The
+    example begins: rank 0 F0, rank 1 F0, rank 0 F1, rank 1 B0, rank 0 B0. Raises ValueError if all
+    ranks wait; the error then says at what.
     """
-    _check_actions(schedule)
     queues = [deque(row) for row in schedule]
     made = set()
     while any(queues):
         progress = False
         for rank, queue in enumerate(queues):
-            if queue and made.issuperset(schedule.needs(queue[0], rank)):
-                item = queue.popleft()
-                yield rank, item
-                made.update(schedule.makes(item, rank))
+            if queue and made.issuperset(schedule.needs[queue[0], rank]):
+                action = queue.popleft()
+                yield rank, action
+                made.update(schedule.makes[action, rank])
                 progress = True
         if not progress:
-            stuck = [(rank, queue[0].actions[0]) for rank, queue in enumerate(queues) if queue]
+            stuck = [(rank, queue[0]) for rank, queue in enumerate(queues) if queue]
             where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
             raise ValueError(f"the schedule cannot finish: {where} waiting for missing inputs")
 
@@ -412,14 +402,14 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
         output.backward(received)  # None where a route ends, since there the output is the loss
         return x.grad
 
-    for actor, item in in_order(schedule):
+    for actor, action in in_order(schedule):
+        made = schedule.makes[action, actor]
         if actor == rank:
-            for action in item.actions:
-                received = [tensors.pop(transfer) for transfer in schedule.needs(action, rank)]
-                result = perform(action, *received)
-                for transfer in schedule.makes(action, rank):
-                    tensors[transfer] = result
-        for transfer in schedule.makes(item, actor):
+            received = [tensors.pop(transfer) for transfer in schedule.needs[action, rank]]
+            result = perform(action, *received)
+            for transfer in made:
+                tensors[transfer] = result
+        for transfer in made:
             if transfer.source == transfer.destination:
                 continue  # it is for another chunk of the same rank
             if rank == transfer.source:
@@ -428,22 +418,6 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
                 tensors[transfer] = like.new_empty(like.shape)
                 exchange([], [(tensors[transfer], transfer.source)], group)
     return losses
-
-
-def _check_actions(schedule):
-    """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
-    kinds = defaultdict(str)
-    for rank in range(len(schedule)):
-        for kind, microbatch, chunk in schedule.actions(rank):
-            kinds[rank, microbatch, chunk] += kind
-    allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
-    for microbatch in range(schedule.num_microbatches):
-        for rank, chunk in schedule.route(microbatch):
-            if (performed := kinds.pop((rank, microbatch, chunk), "")) not in allowed:
-                where = f"rank {rank}, {microbatch=}, {chunk=}"
-                raise ValueError(f"{where}: {performed!r} is none of {allowed}")
-    if kinds:
-        raise ValueError(f"(rank, microbatch, chunk) on no route: {list(kinds)}")
 
 
 # ---- schedules -----------------------------------------------------------------------------------
@@ -634,32 +608,27 @@ class Timeline:
 def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     """Time a schedule. Every rank does its actions in order, each as soon as its input has arrived.
 
-    forward, backward: times of F and B of one chunk. weight: the part of B that is W. A Pair takes
-    F + B, as if one came after the other. message: the time a tensor travels between ranks. Raises
-    ValueError where in_order() does.
+    forward, backward: times of F and B of one chunk. weight: the part of B that is W. message: the
+    time a tensor travels between ranks. Raises ValueError where in_order() does.
     """
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     start = [{} for _ in schedule]
     end = [{} for _ in schedule]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
     arrived = {}  # {Transfer: time}
-    for rank, item in in_order(schedule):
-        needed = [arrived[transfer] for transfer in schedule.needs(item, rank)]
-        time = max([free[rank], *needed])
-        for action in item.actions:
-            start[rank][action] = time
-            time += duration[action.kind]
-            end[rank][action] = time
-        free[rank] = time
-        for made in schedule.makes(item, rank):
-            arrived[made] = time + (message if made.destination != rank else 0)
-    rows = [schedule.actions(rank) for rank in range(len(schedule))]
-    work = [sum(duration[action.kind] for action in actions) for actions in rows]
+    for rank, action in in_order(schedule):
+        needed = [arrived[transfer] for transfer in schedule.needs[action, rank]]
+        start[rank][action] = max([free[rank], *needed])
+        free[rank] = start[rank][action] + duration[action.kind]
+        end[rank][action] = free[rank]
+        for made in schedule.makes[action, rank]:
+            arrived[made] = free[rank] + (message if made.destination != rank else 0)
+    work = [sum(duration[action.kind] for action in row) for row in schedule]
     bubble = [max(free) - busy for busy in work]
     idle = [last - min(begun.values()) - busy for last, begun, busy in zip(free, start, work)]
-    keeps = any(action.kind != "F" for actions in rows for action in actions)
+    keeps = any(action.kind != "F" for row in schedule for action in row)
     change = {"F": int(keeps), "B": -1, "I": 0, "W": -1}
-    peak = [max(accumulate(change[action.kind] for action in actions)) for actions in rows]
+    peak = [max(accumulate(change[action.kind] for action in row)) for row in schedule]
     transfers = [t for t in arrived if t.source != t.destination]
     transfers.sort(key=lambda transfer: (arrived[transfer], transfer))
     return Timeline(start, end, max(free), bubble, idle, peak, transfers)
@@ -714,11 +683,11 @@ SHORT = 1 / 128  # a message's time in that simulation, where a forward takes 1
 
 
 def program(schedule, rank):
-    """Yield all that a rank does in a step, in order, as (verb, Transfer or item of its row).
+    """Yield all that a rank does in a step, in order, as (verb, Transfer or Action).
 
         receive, send   post the message of a Transfer, and go on while it travels
         wait            wait until the message is done
-        do              perform an Action, or the two of a Pair in turns
+        do              perform an Action
 
     On rank 0 of one_f_one_b(2, 2): do F0, send F0, do F1, send F1, receive B0, receive B1, wait B0,
     do B0, wait B1, do B1, wait F0, wait F1.
@@ -749,14 +718,14 @@ def program(schedule, rank):
                 arriving.add(transfer)
 
     yield from post()
-    for item in schedule[rank]:
-        for needed in schedule.needs(item, rank):
+    for action in schedule[rank]:
+        for needed in schedule.needs[action, rank]:
             if needed.source != rank:  # else it comes from a chunk of this rank
                 yield from post(needed)
                 yield "wait", needed
                 arriving.remove(needed)
-        yield "do", item
-        made.update(schedule.makes(item, rank))
+        yield "do", action
+        made.update(schedule.makes[action, rank])
         yield from post()
     for transfer in sent:
         yield "wait", transfer
@@ -917,8 +886,6 @@ class Pipeline:
     defer: the WeightGradStore to which layers of the stages defer products.
     sync_each: reduce gradients over replicas after each microbatch, as ZeRO-2 and ZeRO-3 do.
 
-    turns, an attribute, is the Turns of the schedule's pairs, if it has any: see pair_up().
-
     A stage may use torch.utils.checkpoint, as in the GPipe paper. DualPipe needs sum_replicas().
 
     Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group, or
@@ -935,11 +902,10 @@ class Pipeline:
         self.loss_fn = loss_fn
         self.group = group
         self.defer = defer or WeightGradStore()
-        self.turns = Turns(device)
-        _check_schedule(schedule, self.stages, group)
+        _check_schedule(self)
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
-        actions = schedule.actions(self.rank)
+        actions = schedule[self.rank]
         self.reducing = reducing_actions(actions, self.stages, sync_each)
         self.program = list(program(schedule, self.rank))
         self.training = any(action.kind != "F" for action in actions)
@@ -973,33 +939,31 @@ class Pipeline:
         self.loss_arguments = loss_arguments
         self.saved = {}  # {(microbatch, chunk): (input, GradientEdge of the output)}
         self.deferred = defaultdict(list)  # {(microbatch, chunk): [(parameter, product)]}
-        tensors = {}  # {Transfer: the tensor that an action made, or the buffer that receives it}
+        self.tensors = {}  # {Transfer: what an action made, or the buffer that receives it}
         messages = {}  # {Transfer: its message, until it is waited for}
         self.step_is_pending = len(self.schedule) > 1
         post = partial(exchange, group=self.group, async_op=True)
-
-        def do(action):
-            needed = self.schedule.needs(action, self.rank)
-            received = [tensors.pop(transfer) for transfer in needed]
-            result = self.perform(action, action in self.reducing, *received)
-            for transfer in self.schedule.makes(action, self.rank):
-                tensors[transfer] = result
-
         for verb, subject in self.program:
             if verb == "receive":
-                tensors[subject] = torch.empty(**self.like)
-                messages[subject] = post([], [(tensors[subject], subject.source)])
+                self.tensors[subject] = torch.empty(**self.like)
+                messages[subject] = post([], [(self.tensors[subject], subject.source)])
             elif verb == "send":
-                messages[subject] = post([(tensors.pop(subject), subject.destination)], [])
+                messages[subject] = post([(self.tensors.pop(subject), subject.destination)], [])
             elif verb == "wait":
                 messages.pop(subject).wait()
-            elif isinstance(subject, Pair):
-                self.turns.together(partial(do, subject.forward), partial(do, subject.backward))
             else:
-                do(subject)
+                self.do(subject)
         self.step_is_pending = False
         self.inputs = self.targets = self.loss_arguments = ()
         return self.loss
+
+    def do(self, action):
+        """Perform an action with the tensor that it needs, if any, and keep the one it makes."""
+        needed = self.schedule.needs[action, self.rank]
+        received = [self.tensors.pop(transfer) for transfer in needed]
+        result = self.perform(action, action in self.reducing, *received)
+        for transfer in self.schedule.makes[action, self.rank]:
+            self.tensors[transfer] = result
 
     def perform(self, action, reduces, received=None):
         """Perform an action on the tensor that it needs, if any, and return its result.
@@ -1077,25 +1041,28 @@ def _syncing(stage, reduces):
     return getattr(stage, "no_sync", nullcontext)()
 
 
-def _check_schedule(schedule, stages, group):
+def _check_schedule(pipeline):
     """Raise ValueError on all ranks if schedules differ, or if a rank's stages do not fit."""
-    own_rank, num_stages = rank_and_size(group)
+    schedule = pipeline.schedule
+    stages = pipeline.stages
+    own_rank, num_stages = rank_and_size(pipeline.group)
     num_chunks = 0
     if own_rank < len(schedule):
-        num_chunks = 1 + max(action.chunk for action in schedule.actions(own_rank))
+        num_chunks = 1 + max(action.chunk for action in schedule[own_rank])
     fault = None
     if len(stages) != num_chunks:
         fault = f"rank {own_rank} has {len(stages)} stages for num_chunks={num_chunks}"
     elif any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
         fault = "torch's DistributedDataParallel reduces before the last microbatch"
+    own = type(pipeline).__name__, list(schedule), schedule.routes
     # In a group that has only NCCL, all ranks must take part in the first operation, so this gather
     # must precede step().
-    gathered = gather_objects((list(schedule), schedule.routes, fault), group)
-    if any(theirs[:2] != gathered[0][:2] for theirs in gathered):
+    gathered = gather_objects((own, fault), pipeline.group)
+    if any(theirs != gathered[0][0] for theirs, _ in gathered):
         raise ValueError("the ranks of the group have different schedules")
     if len(schedule) != num_stages:
         raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
-    for *_, fault in gathered:
+    for _, fault in gathered:
         if fault is not None:
             raise ValueError(fault)
 
@@ -1133,7 +1100,7 @@ def dualpipe(num_stages, num_microbatches):
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
     If F = I = W, the bubble is half of what claim() returns. In the paper, an F and the B after it
-    overlap and take less than F+B: see pair_up(). Raises ValueError if p or m is odd, or m < 2p.
+    overlap and take less than F+B: see PairedPipeline. Raises ValueError if p or m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
@@ -1221,22 +1188,21 @@ def _dualpipe_letters(rank, p, per_end):
 #     layer.hand_over = pipeline.turns.hand_over
 
 
-class Pair(NamedTuple):
-    """A forward and a backward that a rank performs in turns: see pair_up() and Turns.
-
-    A Pair begins when the inputs of both have arrived, and sends both results at its end.
-    """
-
-    forward: Action
-    backward: Action
-
-    @property
-    def actions(self):
-        return self.forward, self.backward
+def pairs_of(row):
+    """Return {F: B}, the pairs of a row: an F, and the B of another chunk that follows it."""
+    return {
+        first: second
+        for first, second in zip(row, row[1:])
+        if first.kind + second.kind == "FB" and first.chunk != second.chunk
+    }
 
 
-def pair_up(schedule):
-    """Return a Schedule with a Pair in place of each F and the B of another chunk that follows it.
+class PairedSchedule(list):
+    """The rows of a Schedule for simulate() and program(), where ranks do pairs in turns.
+
+    A pair begins when the inputs of both its actions have arrived, and sends both results at its
+    end. So its F needs what either needs, and its B makes what either makes. In the simulation, the
+    B begins when the F has ended.
 
     dualpipe() and dualpipe_v() are made for pairs, and no rank waits forever with them. A pair pays
     only if its passes take less time in turns than one after the other, as they do if messages take
@@ -1246,17 +1212,40 @@ def pair_up(schedule):
     interleaved() can be paired as well, but with two chunks, its last rank gets no pairs. 1F1B gets
     none, because its F and the next B are of one chunk.
     """
-    rows = []
-    for first, *others in schedule:
-        row = [first]
-        for action in others:
-            previous = row[-1].actions[-1]
-            if previous.kind + action.kind == "FB" and previous.chunk != action.chunk:
-                row[-1] = Pair(previous, action)
-            else:
-                row.append(action)
-        rows.append(row)
-    return Schedule(rows, schedule.routes)
+
+    def __init__(self, schedule):
+        super().__init__(schedule)
+        self.needs = schedule.needs.copy()
+        self.makes = schedule.makes.copy()
+        for rank, row in enumerate(schedule):
+            for forward, backward in pairs_of(row).items():
+                first = forward, rank
+                second = backward, rank
+                self.needs[first] = schedule.needs[first] + schedule.needs[second]
+                self.needs[second] = []
+                self.makes[first] = []
+                self.makes[second] = schedule.makes[first] + schedule.makes[second]
+
+
+class PairedPipeline(Pipeline):
+    """A Pipeline that does the pairs of its schedule in turns. See Pipeline for the arguments.
+
+    turns, an attribute, is the Turns in which it does so.
+    """
+
+    def __init__(self, stage, schedule, loss_fn, group=None, *, device=None, **options):
+        super().__init__(stage, schedule, loss_fn, group, device=device, **options)
+        self.program = list(program(PairedSchedule(schedule), self.rank))
+        self.pairs = pairs_of(schedule[self.rank])
+        self.done_in_pairs = set(self.pairs.values())
+        self.turns = Turns(device)
+
+    def do(self, action):
+        if action in self.pairs:
+            backward = self.pairs[action]
+            self.turns.together(partial(super().do, action), partial(super().do, backward))
+        elif action not in self.done_in_pairs:
+            super().do(action)
 
 
 class Turns:
@@ -1490,7 +1479,7 @@ def claim(
         "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
         # if W <= F <= I
         "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
-        # upper bounds, if F <= B and W <= I; see pair_up() for pairs
+        # upper bounds, if F <= B and W <= I; see PairedSchedule for pairs
         "dualpipe": Claim(
             (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
         ),

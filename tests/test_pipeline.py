@@ -25,9 +25,9 @@ from collectives import count_bytes, dist, gather_objects, observe, rank_and_siz
 from ddp import DistributedDataParallel
 from gpu_counts import batches, nccl_over_gloo, waits
 from pipeline import (
-    NUM_CHUNKS, SCHEDULES, SHORT, Action, DeferredLinear, Pipeline, Schedule, WeightGradStore,
-    claim, draw, dualpipe, dualpipe_v, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b,
-    one_f_one_b_step, pair_up, pipeline_bytes, program, schedule_step, simulate, sum_replicas,
+    NUM_CHUNKS, SCHEDULES, SHORT, Action, DeferredLinear, PairedSchedule, Pipeline, Schedule,
+    WeightGradStore, claim, draw, dualpipe, dualpipe_v, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b,
+    one_f_one_b_step, pipeline_bytes, program, schedule_step, simulate, sum_replicas,
     zb_h1, zb_h2, zb_v,
 )
 from ranks import on_ranks, run, shifted, soak
@@ -184,7 +184,8 @@ def test_the_command_compares_schedules_and_draws_one(monkeypatch, capsys):
         row = next(line for line in compared if line.startswith(name))
         claimed, simulated, peak, held = map(float, row.split()[1:5])
         v = NUM_CHUNKS[name] or 2
-        in_pairs = max(simulate(pair_up(SCHEDULES[name](4, 8)), 1 / v, 2 / v, weight=1 / v).bubble)
+        paired = PairedSchedule(SCHEDULES[name](4, 8))
+        in_pairs = max(simulate(paired, 1 / v, 2 / v, weight=1 / v).bubble)
         assert peak == held and (claimed == simulated or claimed == in_pairs > simulated)
     paired = "dualpipe, dualpipe-v: claimed for F and B in pairs, which send together; simulated w"
     assert compared[-2].startswith(paired)
@@ -240,7 +241,7 @@ def _receives_posted_late(schedule, order, message=0.05):
     """Count receives that wait in a rank's queue behind a send produced after they could arrive."""
     end, late = simulate(schedule, message=message).end, 0
     ends = [(rank, *item) for rank, times in enumerate(end) for item in times.items()]
-    made = {t: moment for rank, a, moment in ends for t in schedule.makes(a, rank)}
+    made = {t: moment for rank, a, moment in ends for t in schedule.makes[a, rank]}
     for rank in range(len(schedule)):
         ready = 0.0  # the time at which all sends so far have been produced
         for transfer in order:
@@ -496,12 +497,11 @@ def test_a_schedule_is_not_run_with_fewer_or_more_microbatches_than_it_has():
 @several_schedules
 @on_ranks(lambda p, **_: p)
 def test_any_schedule_step_by_step_gives_the_bits_of_the_executor(name, p):
-    """Of a Pair, the forward is done before the backward, and both results are sent after it."""
     for m in [m for size, m in _sizes_of(name) if size == p][1:2]:
         plain, _, inputs, targets, schedule = _plain_problem(name, p, m, torch.float32)
         stages = copy.deepcopy(plain)
         batch = inputs.chunk(m), targets.chunk(m)
-        losses = schedule_step(plain, pair_up(schedule), *batch, _loss, batch[0][0])
+        losses = schedule_step(plain, schedule, *batch, _loss, batch[0][0])
         loss = Pipeline(stages, schedule, _loss, shape=batch[0][0].shape).step(inputs, targets)
         assert loss == (sum(losses) if losses else None)
         pairs = zip(nn.ModuleList(plain).parameters(), nn.ModuleList(stages).parameters())
@@ -980,7 +980,7 @@ def test_steps_inside_no_sync_send_no_gradients_and_add_up_to_those_of_one_proce
             assert not traffic.bytes("all_reduce") + traffic.bytes("reduce_scatter_single")
             executor.step(*last, 1)
             for chunk, stage in enumerate(stages):
-                kinds = [action.kind for action in schedule.actions(rank) if action.chunk == chunk]
+                kinds = [action.kind for action in schedule[rank] if action.chunk == chunk]
                 if zero or not wait or kinds[-1] == "W":  # otherwise backward has ended the round
                     stage.finish_grad_sync()
             if len(schedule.routes) > 1:
