@@ -53,7 +53,7 @@ DeepSeek's code (DualPipeV).
 import argparse
 import os
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -213,14 +213,13 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 # for each rank. schedule_step() runs any schedule, with exchanges that block. A reader who wants
 # the technique alone may stop after it. The rest adds to it:
 #
-#     schedules              seven of them
+#     schedules              seven of them, and formulas for the bubble and the peak of each
 #     simulator              the time of each action, and the order in which messages arrive
 #     program                the order in which a rank posts messages, computes and waits
 #     halves of a backward   layers whose weights' gradients are computed later, in idle time
 #     executor               Pipeline, the class to use: messages travel while ranks compute
-#     DualPipe               two more schedules. Their rows have pairs: a forward and a backward
-#                            that hide each other's messages to experts
-#     costs                  formulas for the bubble and the peak of each schedule
+#     DualPipe               two more schedules, for models with experts: a forward and a backward
+#                            hide each other's messages
 #
 # Schedules shorten the bubble in three ways. They divide a backward, so that the part for which no
 # other rank waits can fill idle time; they cut a rank's layers into chunks, so that microbatches
@@ -423,30 +422,26 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
 # ---- schedules -----------------------------------------------------------------------------------
 #
 # p = num_stages is the number of ranks, even if a rank has several stages, called chunks; m is
-# num_microbatches. claim(), below, says what each schedule costs.
+# num_microbatches. claim(), in the next section, says what each schedule costs.
 
 
 def _actions(letters, *microbatches):
     """Return the actions that letters spell: F B I W act on chunk 0, f b i w on chunk 1.
 
-    microbatches: one sequence per chunk. Each letter takes the next microbatch of its chunk that
-    has not had this action, where a B counts as an I and a W: "FFIWB" is F0 F1 I0 W0 B1. If all of
-    them have had it, the letter is skipped: for two microbatches, "FBFBFB" is F0 B0 F1 B1. So a
-    steady phase is spelled as one round, repeated at least as often as needed, and a cooldown
-    follows by itself, in which the rounds lack what has run out.
+    microbatches: one sequence per chunk. A chunk's first F is that of its first microbatch, and so
+    on; so are its backwards, each a B or an I, and its Ws, where a B counts as one: "FFIWB" is
+    F0 F1 I0 W0 B1. Letters for which no microbatch is left have no action.
     """
-    left = {}  # {(F, I or W, chunk): iterator over the microbatches that have not had it}
-    for chunk, numbers in enumerate(microbatches):
-        for half in "FIW":
-            left[half, chunk] = iter(numbers)
+    counts = Counter()  # {(F, I or W, chunk): how many have been spelled}
     actions = []
     for letter in letters:
         kind = letter.upper()
         chunk = int(letter.islower())
         halves = "IW" if kind == "B" else kind
-        taken = [next(left[half, chunk], None) for half in halves]
-        if taken[0] is not None:
-            actions.append(Action(kind, taken[0], chunk))
+        index = counts[halves[0], chunk]
+        counts.update((half, chunk) for half in halves)
+        if index < len(microbatches[chunk]):
+            actions.append(Action(kind, microbatches[chunk][index], chunk))
     return actions
 
 
@@ -477,8 +472,12 @@ def one_f_one_b(num_stages, num_microbatches):
         rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
     """
     p, m = num_stages, num_microbatches
-    # When no F is left, "FB" adds only a B: the cooldown.
-    return _schedule(p, m, lambda rank: "F" * (p - rank - 1) + "FB" * m)
+
+    def letters(rank):
+        warmup = min(p - rank - 1, m)
+        return "F" * warmup + "FB" * (m - warmup) + "B" * warmup
+
+    return _schedule(p, m, letters)
 
 
 def interleaved(num_stages, num_microbatches, num_chunks=2):
@@ -515,17 +514,19 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
 def zb_h1(num_stages, num_microbatches):
     """1F1B with I and W in place of B. Rank r defers each W by r microbatches, to fill idle slots.
 
-    If F = I = W, the bubble is a third of 1F1B's, with as many activations as rank 0 of 1F1B keeps.
+    When rank r has done its last I, the gradient goes on through the r ranks before it. This is
+    when 1F1B's ranks are idle. Here, rank r still has r Ws to do.
 
         rank 0   F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5        p = 4, m = 6
         rank 1   F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
         rank 2   F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
         rank 3   F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
+
+    If F = I = W, the bubble is a third of 1F1B's. Each rank keeps as many activations as rank 0 of
+    1F1B, as Claim counts them.
     """
     p, m = num_stages, num_microbatches
-    # In the "IF"s, `rank` Is leave their Ws for later. From then on, each W is that of `rank`
-    # microbatches before. When no F is left, "IWF" adds I and W, and when no I is left, only W.
-    return _schedule(p, m, lambda rank: "F" * (p - rank) + "IF" * rank + "IWF" * m)
+    return _schedule(p, m, lambda rank: _deferring(p - rank, rank, max(m, p)))
 
 
 def zb_h2(num_stages, num_microbatches):
@@ -536,38 +537,62 @@ def zb_h2(num_stages, num_microbatches):
         rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3        p = 2, m = 4
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
+    After F0, 2(p-r-1) slots pass on rank r until its gradient arrives, because it goes through
+    p-r-1 more ranks, and the gradient comes back through them. Forwards fill these slots. Rank r
+    begins r slots after rank 0, and so also ends r slots later, but its last I is r slots earlier.
+    So 2r Ws are deferred.
+
     A rank can begin its next step while others finish this one, unless its update needs the norm of
     all gradients. In the paper, ranks update first, and redo the update if the norm was too large.
     """
     p, m = num_stages, num_microbatches
-    # After F0, 2(p-r-1) slots pass until its gradient is here: it goes to p-r-1 more ranks, and
-    # the gradient comes back through them. Forwards fill these slots. As in zb_h1(), the "IF"s
-    # leave Ws for later.
-    return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
+    n = max(m, 2 * p - 1)
+    return _schedule(p, m, lambda rank: _deferring(2 * (p - rank) - 1, 2 * rank, n))
+
+
+def _deferring(warmup, deferred, n):
+    """Spell a row that has `warmup` forwards before its first I, and then leaves `deferred` Ws.
+
+    n: the number of microbatches. If a schedule has fewer than such a row needs, its row is that of
+    enough microbatches, without the actions of those that it lacks: see _actions().
+    """
+    letters = "F" * warmup
+    letters += "IF" * deferred
+    letters += "IWF" * (n - warmup - deferred)  # each W is that of `deferred` microbatches before
+    letters += "IW" * warmup  # no F is left
+    letters += "W" * deferred
+    return letters
 
 
 def zb_v(num_stages, num_microbatches):
     """Two chunks on each rank: the route goes down the ranks and up again, like a V.
 
-    If F = I = W and m >= 2p, no rank waits once it has begun. No rank holds more activations than
-    rank 0 of 1F1B. Rank 0 has the first and last layers, so backward begins there. p = 2, m = 4:
+    If F = I = W and m >= 2p, no rank waits once it has begun. No rank keeps more activations than
+    rank 0 of 1F1B, as Claim counts them. Rank 0 has the first and last layers, so backward begins
+    there. p = 2, m = 4:
 
         rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
     """
     p, m = num_stages, num_microbatches
+    n = max(m, 2 * p)  # as in _deferring()
 
     def letters(rank):
-        # F0 goes down and, as f0, up again. It is back here 2(p - rank) - 1 slots after F0 began.
-        # Then f0 has `rank` more stages to go, and its gradient comes down as many.
-        warmup = "F" * (2 * (p - rank) - 1) + "fF" * rank
-        # Each f is followed by its i and w, so that no more activations are held, until gradients
-        # have been down chunk 1, and arrive for chunk 0.
-        warmup += "fiw" * (p - rank)
-        # at least p rounds, or some Fs would be missing if m < 2p; surplus letters are skipped
-        steady = "FIWfiw" * max(m - p, p)
-        cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # no rank waits for a W
-        return warmup + steady + cooldown
+        below = p - rank - 1  # ranks that F0 still goes down
+        # F0 passes them twice, on its way down and, as f0, up. Fs fill the time until it is back.
+        row = "F" * (2 * below + 1)
+        # f0 has `rank` more stages to go, and its gradient comes back through as many.
+        row += "fF" * rank
+        # From now on an i and a w follow each f, so that no more activations are kept, until the
+        # first gradient has been down chunk 1 and up chunk 0. On the last rank this is a round of
+        # three slots, and one more with each rank further up: i0 leaves this rank a slot earlier,
+        # and I0 comes at least one later, so a whole round is the least that fits.
+        row += "fiw" * (below + 1)
+        row += "FIWfiw" * (n - 2 * p + rank + 1)  # all that a microbatch needs, until no F is left
+        row += "IWfiw" * below  # until no f is left
+        # Other ranks wait for I and i, and none for a W. The is of `rank` microbatches are left.
+        row += "Ii" * rank + "IW" * (below + 1) + "w" * rank + "W" * rank
+        return row
 
     return _schedule(p, m, letters, [_down_and_up(p)])
 
@@ -587,6 +612,94 @@ def forward_only(num_stages, num_microbatches, route=None):
         rank, chunk = route[index]
         rows[rank].append(Action("F", microbatch, chunk))
     return Schedule(rows, [route])
+
+
+# ---- what the schedules cost ---------------------------------------------------------------------
+#
+# claim() has formulas for the idle time of the rank that waits longest. If F, B, I and W are a
+# microbatch's times on a rank, they are derived like this:
+#
+#     naive          The other p - 1 ranks work on each microbatch, one after another.
+#     gpipe, 1f1b    The last rank waits for its first input, (p-1)F, and at the end until the last
+#                    gradient has reached rank 0, (p-1)B.
+#     interleaved    The same for chunks, which take 1/v of the time.
+#     zb-h1, zb-h2   The last rank begins at (p-1)F, and works without a pause. By the end of its
+#                    last I, it has done its work, m(F+B), but for n Ws: those that it has deferred,
+#                    and one. The last gradient takes (p-1)I to go through the other ranks, and
+#                    rank 0 ends with a W. Rank 0 began at 0 and has as much work, so it was idle
+#                    for (p-1)F - nW + (p-1)I + W. In zb-h1 n = p, and this is (p-1)(F+I-W). In
+#                    zb-h2 n = 2p - 1, and it is (p-1)(F+I-2W).
+#     zb-v           The same with halves of F, I and W, and n = 2p - 1: (p-1)(F+I-2W)/2. But here,
+#                    the last rank pauses once. Its first gradient comes (p-1)(F+I)/2 after its
+#                    forward of this microbatch, and in between it has 2(p-1) forwards of F/2 to do.
+#                    The pause, (p-1)(I-F)/2, brings the sum to (p-1)(I-W).
+
+
+class Claim(NamedTuple):
+    """What a schedule costs.
+
+    bubble: the idle time of the rank that waits longest, in the unit of the times that claim() is
+        given.
+    peak: the most microbatches of which a rank keeps activations, each from its F to its B or W. A
+        microbatch counts as one in 1/p of the model's layers. But after an I, it keeps other
+        tensors: inputs and output gradients of the products that wait for W. These are 32 s b h
+        bytes in a layer of GPT in 16 bits, where F keeps 34 s b h and the attention's scores (Qi et
+        al.). If layers recompute their activations, F keeps much less than that, so that a schedule
+        with I and W needs more memory than peak says.
+    holds: whether the bubble holds for these p and m.
+    """
+
+    bubble: float
+    peak: float
+    holds: bool
+
+
+def claim(
+    name, num_stages, num_microbatches, num_chunks=2, rank=0, forward=1.0, backward=2.0, weight=1.0
+):
+    """Return what a schedule of SCHEDULES costs by the formulas above.
+
+    num_chunks: what the caller of interleaved() chooses.
+    rank: whose peak it is. In 1f1b and interleaved later ranks keep less; else all keep the same.
+    forward, backward, weight: a microbatch's times in all layers of a rank (dualpipe: in one
+        chunk); weight is the part of backward that is W. Experts do not defer it
+        (expert_parallel.py), so with them W is the time of the other layers' products alone. The
+        comments say for which times the bubble holds.
+
+    If m < 2p, the peak of zb-v is an upper bound.
+    """
+    p = num_stages
+    m = num_microbatches
+    v = num_chunks
+    F = forward
+    B = backward
+    W = weight
+    I = B - W
+    begun = min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)  # the warm-up, and one more chunk
+    claims = {
+        # for any times
+        "naive": Claim((p - 1) * m * (F + B), 1, True),
+        "gpipe": Claim((p - 1) * (F + B), m, True),
+        "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
+        "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
+        # if W <= F and W <= I
+        "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
+        "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
+        # if W <= F <= I
+        "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
+        # upper bounds: see "DualPipe"
+        "dualpipe": Claim(
+            (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
+        ),
+        "dualpipe-v": Claim((p - 1) * (F + 2 * B - 3 * W) / 2, p + 1 / 2, m >= 2 * p),
+    }
+    return claims[name]
+
+
+def pipeline_bytes(rank, num_stages, num_microbatches, microbatch_bytes):
+    """Return the bytes that a rank with one chunk sends to its neighbours in a step."""
+    boundaries = (rank < num_stages - 1) + (rank > 0)
+    return boundaries * num_microbatches * microbatch_bytes
 
 
 # ---- simulator -----------------------------------------------------------------------------------
@@ -1079,19 +1192,68 @@ def _check_batches(pipeline, inputs, targets):
         raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
 
 
-# ---- DualPipe ------------------------------------------------------------------------------------
+# ==== DualPipe ====================================================================================
 #
 # A layer of experts (expert_parallel.py) waits while its rows travel to experts on other ranks, and
 # again while they return. DualPipe hides these messages, too: on every rank, forwards meet
 # backwards of other microbatches, and the two take turns, so that one computes while the other's
-# rows travel. It has a schedule, pairs of a forward and a backward in its rows, and Turns, which
-# runs them. In the schedules above, rows consist of single actions.
+# rows travel. This needs
+#
+#     schedules     in which most Fs have a B of the other chunk after them
+#     pairs         the two wait for both inputs, then a PairedPipeline does them in turns
+#     turns         how two passes take turns
+#     replicas      a sum of gradients, since dualpipe() has two replicas of the model
+#
+# claim() has the bubble of the report, (p/2-1)(X + B - 3W) for dualpipe, where X is the time of an
+# F and a B in a pair. It takes F + B for X. dualpipe-v is dualpipe on 2p ranks whose stages take
+# half of the time. The simulated bubbles are at most these, without pairs if F <= B and W <= I,
+# with pairs if F <= I. If F > I, pairs make them longer, by up to (p/2-1)(F-I), or (p-1)(F-I)/2 for
+# dualpipe-v.
+
+# ---- two schedules for pairs ---------------------------------------------------------------------
+
+
+def dualpipe_v(num_stages, num_microbatches):
+    """ZB-V's route, with as many Fs as possible before a B of the other chunk. p = 2, m = 4:
+
+        rank 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 b2 f3 B1 b3 I2 W2 I3 W3
+        rank 1   F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 b2 B2 i3 I3 w3 W3
+
+    Raises ValueError if m < 2p.
+    """
+    p, m = num_stages, num_microbatches
+    if m < 2 * p:
+        raise ValueError(f"num_microbatches={m} is less than 2 x num_stages={p}")
+
+    # A row has eight steps. Here they stand below the first ranks of p = 3, for m = 6, if F, I and
+    # W take one slot each, and B two:
+    #
+    #     rank 0   F0F1F2F3F4f0i0w0f1i1w1f2F5b2b2f3B0B0b3b3f4..B1B1b4b4f5..B2B2b5b5I3W3I4W4I5W5
+    #              1       2   3           4           5                       6     7       8
+    #     rank 1   ..F0F1F2f0F3f1i0w0f2F4b1b1f3B0B0F5b2b2f4B1B1b3b3f5..B2B2b4b4B3B3i5I4w5I5W4W5
+    #                1   2       3     4                       5           6           7   8
+    def letters(rank):
+        below = p - rank - 1  # ranks that F0 still goes down
+        turn = rank + 1  # ranks that f0 still goes up, with this one
+        row = "F" * (2 * below)  # 1: until F0 has been down and, as f0, comes up again
+        row += "Ff" * turn  # 2: until f0 has been up, and its gradient comes down
+        row += "iwf" * below  # 3: until the gradient of F0 comes up; see "fiw" in zb_v()
+        row += "FbfB" * (m - 2 * below - turn)  # 4: the main step, until no F is left
+        row += "bfB" * below  # 5: until no f is left
+        # 6: until no b is left. As in DeepSeek's code, the second half of this step is divided.
+        row += ("bB" * turn)[:turn] + ("iI" * turn)[turn:]
+        # The Ws of the Is in steps 6 and 7, in the same order.
+        deferred = ("wW" * turn)[turn:] + "W" * below
+        for weight in deferred[:below]:
+            row += weight + "I"  # 7: until no I is left. A rank waits for each of their gradients
+        return row + deferred[below:]  # 8: the Ws that are left
+
+    return _schedule(p, m, letters, [_down_and_up(p)])
 
 
 def dualpipe(num_stages, num_microbatches):
     """Two replicas, two directions: half of the microbatches enter at rank 0, half at rank p - 1.
 
-    So on every rank forwards of one direction meet backwards of the other, and the two can overlap.
     Chunk 0 of rank r is stage r of one replica; chunk 1 is stage p-1-r of the other. p = 4, m = 8:
 
         rank 0   F0 F1 F2 f4 i4 w4 f5 F3 b5 f6 B0 b6 f7 B1 b7 I2 W2 I3 W3
@@ -1099,93 +1261,28 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    If F = I = W, the bubble is half of what claim() returns. In the paper, an F and the B after it
-    overlap and take less than F+B: see PairedPipeline. Raises ValueError if p or m is odd, or m < 2p.
+    So the microbatches of a direction pass the ranks once, where in dualpipe_v() they turn around
+    on the last rank. Raises ValueError if p or m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
         sizes = f"num_stages={p} and num_microbatches={m}"
         raise ValueError(f"{sizes}: both must be even, and num_microbatches >= 2 x num_stages")
-    halves = range(m // 2), range(m // 2, m)
-    rows = [_actions(_dualpipe_letters(r, p, m // 2), *halves) for r in range(p)]
+    # The first p/2 ranks do what those of dualpipe_v() do, but what comes up chunk 1 is the other
+    # half of the microbatches. The last p/2 ranks mirror them: they swap chunks and halves.
+    half = m // 2
+    rows = [
+        [Action(kind, i + chunk * half, chunk) for kind, i, chunk in row]
+        for row in dualpipe_v(p // 2, half)
+    ]
+    rows += [
+        [Action(kind, (i + half) % m, 1 - chunk) for kind, i, chunk in row]
+        for row in reversed(rows)
+    ]
     return Schedule(rows, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
 
 
-def dualpipe_v(num_stages, num_microbatches):
-    """DualPipe on 2p ranks, of which rank r and rank 2p-1-r are one rank here: one replica, a V.
-
-    The two halves of DualPipe's ranks mirror each other. So p ranks that each have a stage of both
-    halves do what the first half does, on ZB-V's route. Chunk 0 is stage r, chunk 1 is stage
-    2p-1-r, and all microbatches enter at rank 0. p = 2, m = 4:
-
-        rank 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 b2 f3 B1 b3 I2 W2 I3 W3
-        rank 1   F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 b2 B2 i3 I3 w3 W3
-
-    Nothing is stored twice, and p may be odd. If F = I = W, the bubble is half of what claim()
-    returns. Raises ValueError if m < 2p.
-    """
-    p, m = num_stages, num_microbatches
-    if m < 2 * p:
-        raise ValueError(f"num_microbatches={m} is less than 2 x num_stages={p}")
-    return _schedule(p, m, lambda rank: _dualpipe_letters(rank, 2 * p, m), [_down_and_up(p)])
-
-
-# A rank of DualPipe has eight steps. Capitals stand for microbatches from the end that is nearer to
-# the rank, whichever chunk they use, and small letters for those from the far end. From the nearer
-# end to this rank there are `outer` ranks, itself included, and from there to the middle `inner`
-# more, so p is twice outer + inner. Here are the steps of rank 1 of p = 8 for per_end = 8
-# microbatches from each end, where outer = inner = main = 2, and the number of forwards and
-# backwards in each step. An I counts as a backward:
-#
-#         letters     F        f      B      b
-#     1   FFFF        2 inner                        until the first f arrives
-#     2   FfFf        outer    outer                 until the gradient of the first f arrives
-#     3   iwfiwf               inner         inner   until the gradient of the first F arrives
-#     4   FbfBFbfB    main     main   main   main    until no F is left: the main step
-#     5   bfBbfB               inner  inner  inner   until no f is left
-#     6   bBiI                        outer  outer   until no b is left
-#     7   wIWI                        inner          until no I is left
-#     8   WW                                         the Ws that are left
-#
-# The numbers follow from when things arrive. Let F, I and W take one slot each, and B two:
-#
-#     1     The first F arrives after outer - 1 forwards, and the first f after p - outer. This
-#           leaves room for 2 inner + 1 Fs, the last of which belongs to step 2.
-#     2     From here, the first f goes through outer - 1 ranks, and its gradient comes back through
-#           them. This leaves room for outer - 1 more Fs and fs.
-#     3     Gradients of Fs come from the middle, where their Bs take two slots on each rank. So
-#           with each rank further out, the first one arrives two slots later, and that of the first
-#           f one slot earlier. These three slots are for i, w and f. The i comes before the w, as
-#           another rank waits for it.
-#     4-7   Each column adds up to per_end, so main = per_end - 2 inner - outer.
-#     6     The second half is divided, as in DeepSeek's code. Its gradients move on sooner, and its
-#           Ws fill step 7, in which a rank waits for each gradient. The schedule would take longer
-#           if all of step 6 were divided, or nothing.
-
-
-def _dualpipe_letters(rank, p, per_end):
-    """Spell the eight steps of a rank of DualPipe. per_end: microbatches from each end."""
-    outer = min(rank, p - 1 - rank) + 1
-    inner = p // 2 - outer
-    main = per_end - 2 * inner - outer
-    # Here, step 6 is bBbB with the second half divided: whole = bB, divided = iI.
-    backwards = "bB" * outer
-    whole = backwards[:outer]
-    divided = backwards[outer:].replace("b", "i").replace("B", "I")
-    # The Ws that the Is of steps 6 and 7 leave, in the order of the Is: wW and WW.
-    deferred = (divided + "I" * inner).replace("i", "w").replace("I", "W")
-    letters = "F" * (2 * inner) + "Ff" * outer + "iwf" * inner  # steps 1 to 3
-    letters += "FbfB" * main + "bfB" * inner + whole + divided  # steps 4 to 6
-    letters += "".join(weight + "I" for weight in deferred[:inner]) + deferred[inner:]
-    # On ranks of the second half, microbatches from the nearer end use chunk 1.
-    return letters if rank < p // 2 else letters.swapcase()
-
-
-# ---- two passes in turns -------------------------------------------------------------------------
-#
-# What joins this file with expert_parallel.py is an assignment for each layer of experts, an MoE:
-#
-#     layer.hand_over = pipeline.turns.hand_over
+# ---- pairs ---------------------------------------------------------------------------------------
 
 
 def pairs_of(row):
@@ -1198,19 +1295,15 @@ def pairs_of(row):
 
 
 class PairedSchedule(list):
-    """The rows of a Schedule for simulate() and program(), where ranks do pairs in turns.
+    """A Schedule for simulate() and program() in which each rank does its pairs in turns.
 
     A pair begins when the inputs of both its actions have arrived, and sends both results at its
     end. So its F needs what either needs, and its B makes what either makes. In the simulation, the
     B begins when the F has ended.
 
-    dualpipe() and dualpipe_v() are made for pairs, and no rank waits forever with them. A pair pays
-    only if its passes take less time in turns than one after the other, as they do if messages take
-    long. If F <= I, the bubbles with pairs are at most what claim() returns. Otherwise they are
-    longer by up to (p/2-1)(F-I), for dualpipe_v by up to (p-1)(F-I)/2.
-
-    interleaved() can be paired as well, but with two chunks, its last rank gets no pairs. 1F1B gets
-    none, because its F and the next B are of one chunk.
+    No rank waits forever in the pairs of dualpipe(), dualpipe_v() and interleaved(). With two
+    chunks, the last rank of interleaved() has none. 1F1B has none at all, because its F and the
+    next B are of one chunk.
     """
 
     def __init__(self, schedule):
@@ -1228,9 +1321,12 @@ class PairedSchedule(list):
 
 
 class PairedPipeline(Pipeline):
-    """A Pipeline that does the pairs of its schedule in turns. See Pipeline for the arguments.
+    """A Pipeline that does the pairs of its schedule in turns. It takes the same arguments.
 
-    turns, an attribute, is the Turns in which it does so.
+    Each layer of experts, an MoE of expert_parallel.py, must be told how to let the other pass run:
+
+        pipeline = PairedPipeline(stages, dualpipe_v(4, 8), loss_fn, shape=(2, 128, 512))
+        layer.hand_over = pipeline.turns.hand_over
     """
 
     def __init__(self, stage, schedule, loss_fn, group=None, *, device=None, **options):
@@ -1246,6 +1342,9 @@ class PairedPipeline(Pipeline):
             self.turns.together(partial(super().do, action), partial(super().do, backward))
         elif action not in self.done_in_pairs:
             super().do(action)
+
+
+# ---- two passes in turns -------------------------------------------------------------------------
 
 
 class Turns:
@@ -1389,27 +1488,7 @@ def sum_replicas(stages, group=None):
             grad.add_(part.view_as(grad))
 
 
-# ---- what the schedules cost ---------------------------------------------------------------------
-#
-# claim() has formulas for the idle time of the rank that waits longest. If F, B, I and W are a
-# microbatch's times on a rank, they are derived like this, but for dualpipe's, which is quoted:
-#
-#     naive          The other p - 1 ranks work on each microbatch, one after another.
-#     gpipe, 1f1b    The last rank waits for its first input, (p-1)F, and at the end until the last
-#                    gradient has reached rank 0, (p-1)B.
-#     interleaved    The same for chunks, which take 1/v of the time.
-#     zb-h1, zb-h2   The last rank begins at (p-1)F, and works without a pause. By the end of its
-#                    last I, it has done its work, m(F+B), but for n deferred Ws: n = p in zb-h1,
-#                    2p - 1 in zb-h2. The gradient takes (p-1)I to go through the other ranks, and
-#                    rank 0 ends with a W, at (p-1)F + m(F+B) - nW + (p-1)I + W. It began at 0, and
-#                    its own work is m(F+B), too. So it was idle for (p-1)(F+I) + W - nW.
-#     zb-v           The same with halves of F, I and W, and n = 2p - 1: (p-1)(F+I)/2 + W/2 - nW/2.
-#                    But here, the last rank pauses once. Its first gradient comes (p-1)(F+I)/2
-#                    after its forward of this microbatch, and in between it has 2(p-1) forwards of
-#                    F/2 to do. The pause, (p-1)(I-F)/2, brings the sum to (p-1)(I-W).
-#     dualpipe       The report has (p/2-1)(X + B - 3W), where X is the time of an F and a B in a
-#                    pair, at most F + B.
-#     dualpipe-v     That of dualpipe on 2p ranks, whose stages take half of the time.
+# ==== names and command ===========================================================================
 
 # The names by which the command and hybrid.py know the schedules.
 SCHEDULES = {
@@ -1431,67 +1510,6 @@ NUM_CHUNKS = dict.fromkeys(SCHEDULES, 1) | {"interleaved": None, "zb-v": 2, "dua
 # In zb-h2 and zb-v, ranks begin the next step while others finish this one. So claim() counts their
 # idle time from a rank's first to its last action only.
 STAGGERED = "zb-h2", "zb-v"
-
-
-class Claim(NamedTuple):
-    """What a schedule costs a rank.
-
-    bubble: the rank's idle time, in the unit of the times that claim() is given.
-    peak: the most activations that it holds at a time, from F to B or W. The unit is those of a
-        microbatch in 1/p of the model's layers.
-    holds: whether the bubble holds for these p and m.
-    """
-
-    bubble: float
-    peak: float
-    holds: bool
-
-
-def claim(
-    name, num_stages, num_microbatches, num_chunks=2, rank=0, forward=1.0, backward=2.0, weight=1.0
-):
-    """Return what a schedule of SCHEDULES costs by the formulas above.
-
-    num_chunks: what the caller of interleaved() chooses. rank: the peak is largest on rank 0.
-    forward, backward, weight: a microbatch's times in all layers of a rank (dualpipe: in one
-        chunk); weight is the part of backward that is W. Experts do not defer it
-        (expert_parallel.py), so with them W is the time of the other layers' products alone. The
-        comments say for which times the bubble holds.
-
-    If m < 2p, the peak of zb-v is an upper bound.
-    """
-    p = num_stages
-    m = num_microbatches
-    v = num_chunks
-    F = forward
-    B = backward
-    W = weight
-    I = B - W
-    begun = min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)  # the warm-up, and one more chunk
-    claims = {
-        # for any times
-        "naive": Claim((p - 1) * m * (F + B), 1, True),
-        "gpipe": Claim((p - 1) * (F + B), m, True),
-        "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
-        "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
-        # if W <= F and W <= I
-        "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
-        "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
-        # if W <= F <= I
-        "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
-        # upper bounds, if F <= B and W <= I; see PairedSchedule for pairs
-        "dualpipe": Claim(
-            (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
-        ),
-        "dualpipe-v": Claim((p - 1) * (F + 2 * B - 3 * W) / 2, p + 1 / 2, m >= 2 * p),
-    }
-    return claims[name]
-
-
-def pipeline_bytes(rank, num_stages, num_microbatches, microbatch_bytes):
-    """Return the bytes that a rank with one chunk sends to its neighbours in a step."""
-    boundaries = (rank < num_stages - 1) + (rank > 0)
-    return boundaries * num_microbatches * microbatch_bytes
 
 
 def measure(name, num_stages, num_microbatches):
@@ -1538,33 +1556,25 @@ def _demonstrate():
 
     run("gpipe_step()", lambda: gpipe_step(stage, *microbatches, loss_fn))
     run("one_f_one_b_step()", lambda: one_f_one_b_step(stage, *microbatches, loss_fn))
-    for name in ("gpipe", "1f1b", "zb-h1"):
+    names = "gpipe", "1f1b", "zb-h1"
+    for name in names:
+        schedule = SCHEDULES[name](world_size, m)
         if rank == 0:
-            print(f"\n{name}")
-            _show(name, world_size, m)
-        pipeline = Pipeline(stage, SCHEDULES[name](world_size, m), loss_fn, defer=store, **like)
+            print(f"\n{name}\n{draw(schedule)}")
+        pipeline = Pipeline(stage, schedule, loss_fn, defer=store, **like)
         run("Pipeline", lambda: pipeline.step(inputs, targets))
+    if rank == 0:
+        print()
+        _print_costs(names, world_size, m)
 
 
-PAIRED = "claimed for F and B in pairs, which send together; simulated without pairs"
-
-
-def _show(name, num_stages, num_microbatches):
-    print(draw(SCHEDULES[name](num_stages, num_microbatches)))
-    bubble, peak, _ = measure(name, num_stages, num_microbatches)
-    claimed = claim(name, num_stages, num_microbatches)
-    text = f"claimed {claimed.bubble:g}" if claimed.holds else "no formula"
-    print(f"bubble if F = I = W = 1: {text}, simulated {bubble:g}")
-    if claimed.holds and claimed.bubble > bubble:
-        print(PAIRED)
-    print(f"peak activations, in microbatches: claimed {claimed.peak:g}, simulated {peak:g}")
-
-
-def _compare(num_stages, num_microbatches):
+def _print_costs(names, num_stages, num_microbatches):
+    """Print a table of what schedules cost, by claim() and by measure()."""
     print(f"{num_stages} stages, {num_microbatches} microbatches; F = 1, B = 2, of which W = 1\n")
     print(f"{'':12}{'bubble':>18}{'peak activations':>24}{'total':>9}")
     print(f"{'':12}{'claimed simulated':>18}{'claimed simulated':>24}")
-    for name in SCHEDULES:
+    notes = set()
+    for name in names:
         try:
             bubble, peak, total = measure(name, num_stages, num_microbatches)
         except ValueError as error:
@@ -1573,8 +1583,12 @@ def _compare(num_stages, num_microbatches):
         claimed = claim(name, num_stages, num_microbatches)
         text = f"{claimed.bubble:.1f}" if claimed.holds else "-"
         print(f"{name:12}{text:>8}{bubble:10.1f}{claimed.peak:14.1f}{peak:10.1f}{total:9.1f}")
-    print(f"\ndualpipe, dualpipe-v: {PAIRED}")
-    print("-: the formula does not hold for so few microbatches")
+        if not claimed.holds:
+            notes.add("-: the formula does not hold for so few microbatches")
+        elif claimed.bubble > bubble:
+            notes.add("dualpipe, dualpipe-v: claimed for F and B in pairs, simulated without pairs")
+    for note in sorted(notes):
+        print(f"\n{note}")
 
 
 def main():
@@ -1587,13 +1601,15 @@ def main():
     for flag, number in (("--stages", args.stages), ("--microbatches", args.microbatches)):
         if number < 1:
             parser.error(f"{flag} {number} is less than 1")
-    if args.schedule is None:
-        _compare(args.stages, args.microbatches)
-        return
-    try:
-        _show(args.schedule, args.stages, args.microbatches)
-    except ValueError as error:
-        parser.error(str(error))
+    names = SCHEDULES
+    if args.schedule is not None:
+        names = [args.schedule]
+        try:
+            schedule = SCHEDULES[args.schedule](args.stages, args.microbatches)
+        except ValueError as error:
+            parser.error(str(error))
+        print(draw(schedule) + "\n")
+    _print_costs(names, args.stages, args.microbatches)
 
 
 if __name__ == "__main__":
