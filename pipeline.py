@@ -54,7 +54,7 @@ import argparse
 import os
 import threading
 from collections import Counter, defaultdict, deque
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -88,7 +88,10 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
         targets.
     loss_fn returns a microbatch's share of the loss, such as its mean divided by the number of
         microbatches, because the gradients of the shares are summed.
-    group: the ranks of the pipeline, or None for all that torchrun has started.
+    group: the ranks of the pipeline, or None for all that torchrun has started. With NCCL, pass a
+        device_id to init_process_group(), or run a collective in the group before the first step.
+        Otherwise all ranks must take part in the group's first exchange, and it hangs, since here
+        only two do.
 
     No stage may change its input in place, and its output must depend on its input. Gradients
     accumulate in the parameters. Returns the losses of the microbatches on the last rank, and None
@@ -770,10 +773,10 @@ def draw(schedule):
 #
 #     a send      once its tensor is made
 #     a receive   while fewer than p receives are pending, that is, posted and not waited for, or if
-#                 the next action needs this one or a later one. p is the number of ranks
+#                 the next action needs this one or a later one
 #
 # It waits for its oldest send when more than p are pending. These limits bound the memory that
-# messages take.
+# messages take. p is the number of ranks.
 #
 # No rank waits forever, whether a message waits for its own receive alone (gloo) or also for all
 # that its two ranks posted before it (NCCL). Proof:
@@ -796,7 +799,7 @@ SHORT = 1 / 128  # a message's time in that simulation, where a forward takes 1
 
 
 def program(schedule, rank):
-    """Yield all that a rank does in a step, in order, as (verb, Transfer or Action).
+    """Return all that a rank does in a step, in order: a list of (verb, Transfer or Action).
 
         receive, send   post the message of a Transfer, and go on while it travels
         wait            wait until the message is done
@@ -808,40 +811,40 @@ def program(schedule, rank):
     transfers = simulate(schedule, message=SHORT).transfers
     unposted = deque(t for t in transfers if rank in (t.source, t.destination))
     most = len(schedule)  # of sends, and of receives, that are pending
+    steps = []
     made = set()
     sent = deque()
     arriving = set()
 
-    def may_post(transfer, needed):
+    def may_post(transfer):
         if transfer.source == rank:
             return transfer in made
-        return len(arriving) < most or needed in unposted
+        return len(arriving) < most
 
     def post(needed=None):
-        """Post all transfers that may be posted. needed: what the next action needs, if known."""
-        while unposted and may_post(unposted[0], needed):
+        """Post the next transfers while they may be posted, and in any case up to `needed`."""
+        while unposted and (may_post(unposted[0]) or needed in unposted):
             transfer = unposted.popleft()
             if transfer.source == rank:
-                yield "send", transfer
+                steps.append(("send", transfer))
                 sent.append(transfer)
                 if len(sent) > most:
-                    yield "wait", sent.popleft()
+                    steps.append(("wait", sent.popleft()))
             else:
-                yield "receive", transfer
+                steps.append(("receive", transfer))
                 arriving.add(transfer)
 
-    yield from post()
+    post()
     for action in schedule[rank]:
         for needed in schedule.needs[action, rank]:
-            if needed.source != rank:  # else it comes from a chunk of this rank
-                yield from post(needed)
-                yield "wait", needed
+            if needed.source != rank:  # else it comes from another chunk of this rank
+                post(needed)
+                steps.append(("wait", needed))
                 arriving.remove(needed)
-        yield "do", action
+        steps.append(("do", action))
         made.update(schedule.makes[action, rank])
-        yield from post()
-    for transfer in sent:
-        yield "wait", transfer
+        post()
+    return steps + [("wait", transfer) for transfer in sent]
 
 
 # ---- the halves of a backward --------------------------------------------------------------------
@@ -924,8 +927,8 @@ class _DeferredLinear(torch.autograd.Function):
         grad_x = grad_y @ weight.to(grad_y.dtype) if wants_x else None
         grad_bias = rows.sum(0) if wants_bias else None
         grad_weight = None
-        # The graph that has computed a weight needs its gradient in this backward, and so does a
-        # hook, which would be called with None: the rule of is_plain_leaf() in tensor_parallel.py.
+        # If a product is deferred, autograd gets no gradient of the weight in this backward. So the
+        # graph that has computed the weight must not need it, nor a hook.
         weight_can_wait = ctx.parameter.is_leaf and not ctx.parameter._backward_hooks
         if wants_weight and ctx.defer.open and weight_can_wait:
             ctx.defer.put(ctx.parameter, lambda: rows.t() @ x)
@@ -935,11 +938,10 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 class _Deferred(torch.autograd.Function):
-    """In backward, compute a deferred product and return it as the parameter's gradient.
+    """A node of autograd whose backward computes a deferred product, the parameter's gradient.
 
-    So autograd adds it to .grad and runs the hooks that wait for that, as in any backward. Autograd
-    must begin at a tensor with a graph. The scalar that forward returns is one, and has no other
-    use: torch.autograd.backward(scalar) -> backward() -> product() -> parameter.grad.
+    So autograd adds it to .grad and runs the hooks that wait for that, as in any backward. The
+    scalar that forward returns has no other use than to begin a backward at this node.
     """
 
     @staticmethod
@@ -949,16 +951,17 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        product, ctx.product = ctx.product, None  # its activations are freed after it
+        product = ctx.product
+        ctx.product = None  # so that its activations are freed after it
         return product(), None
 
 
 def _add_products(products):
     """Compute the products in one backward, so that a parameter's hooks run once."""
     # Autograd begins with the node that was made last, so products run in the order of put().
-    roots = [_Deferred.apply(*item) for item in reversed(products)]
-    products.clear()  # only a product's node still holds its activations, and frees them after it
-    torch.autograd.backward(roots)
+    scalars = [_Deferred.apply(*item) for item in reversed(products)]
+    products.clear()  # from here on only its node holds what a product needs
+    torch.autograd.backward(scalars)
 
 
 # ---- executor ------------------------------------------------------------------------------------
@@ -974,13 +977,6 @@ def _add_products(products):
 #     W   computes the deferred products and adds them to the parameters' gradients; no message
 #
 # On the last stage F also computes the loss from the output, and B begins at the loss.
-#
-# With data parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or in
-# FullyShardedDataParallel (zero.py). The wrapper reduces gradients over replicas in every backward
-# outside no_sync(). A step has a backward for each microbatch, so Pipeline runs all but the last of
-# a stage's Bs and Ws inside no_sync(), or none of them if sync_each is true. If the caller runs
-# step() in no_sync(), all of them stay inside. A W that reduces first calls start_grad_sync(). So
-# wrap stages with wait_in_backward=False, and call finish_grad_sync() of each stage after step().
 
 
 class Pipeline:
@@ -1020,7 +1016,7 @@ class Pipeline:
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
         actions = schedule[self.rank]
         self.reducing = reducing_actions(actions, self.stages, sync_each)
-        self.program = list(program(schedule, self.rank))
+        self.program = program(schedule, self.rank)
         self.training = any(action.kind != "F" for action in actions)
         # the chunks of this rank where routes begin, and where they end
         self.first_chunks = {chunk for (rank, chunk), *_ in schedule.routes if rank == self.rank}
@@ -1081,9 +1077,8 @@ class Pipeline:
     def perform(self, action, reduces, received=None):
         """Perform an action on the tensor that it needs, if any, and return its result.
 
-        reduces: whether it starts to reduce gradients. Inside the caller's no_sync() none does.
+        reduces: whether it starts to reduce gradients over replicas, see "replicas of stages".
         """
-        reduces &= getattr(self.stages[action.chunk], "require_backward_grad_sync", True)
         if action.kind == "F":
             return self._forward(action, received)
         if action.kind == "W":
@@ -1127,31 +1122,12 @@ class Pipeline:
         """Run W: compute the deferred products."""
         products = self.deferred.pop(action.key)
         stage = self.stages[action.chunk]
-        if reduces and hasattr(stage, "start_grad_sync"):
+        # a wrapper's require_backward_grad_sync is false inside its no_sync()
+        if reduces and getattr(stage, "require_backward_grad_sync", False):
             # all gradients but those of these products are complete, so their reduction begins
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
         with _syncing(stage, reduces), self.defer.during():
             _add_products(products)
-
-
-def reducing_actions(actions, stages, sync_each=False):
-    """Return the Bs and Ws of a rank that start to reduce gradients over a stage's replicas.
-
-    They are the last ones of each stage, or all of them if sync_each is true. A module may be the
-    stage of several chunks.
-    """
-    if sync_each:
-        return {action for action in actions if action.kind in "BW"}
-    # later actions replace earlier ones
-    last = {stages[action.chunk]: action for action in actions if action.kind != "F"}
-    return set(last.values())
-
-
-def _syncing(stage, reduces):
-    """Return the context of a backward, in which a wrapped stage reduces gradients or does not."""
-    if reduces:
-        return nullcontext()
-    return getattr(stage, "no_sync", nullcontext)()
 
 
 def _check_schedule(pipeline):
@@ -1190,6 +1166,43 @@ def _check_batches(pipeline, inputs, targets):
             raise ValueError(f"{name} has {rows} rows {where}")
     if inputs is not None and targets is not None and len(inputs) != len(targets):
         raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
+
+
+# ---- replicas of stages --------------------------------------------------------------------------
+#
+# With data parallelism, a stage is wrapped in DistributedDataParallel (ddp.py) or in
+# FullyShardedDataParallel (zero.py), which sums gradients over its replicas:
+#
+#     stage = DistributedDataParallel(stage, process_group=replicas, wait_in_backward=False)
+#     pipeline = Pipeline(stage, one_f_one_b(4, 8), loss_fn, shape=(2, 128, 512))
+#     loss = pipeline.step(inputs, targets)
+#     stage.finish_grad_sync()  # waits for the sums, which the last backward has begun
+#
+# The wrapper begins these sums in every backward outside its no_sync(). A step has a backward for
+# each microbatch, so Pipeline runs all but the last B or W of a stage inside no_sync(), or none of
+# them if sync_each is true. A W computes the last gradients after backward, so it first tells the
+# wrapper by start_grad_sync() which ones are to come. If the caller runs step() inside no_sync() of
+# the stage, no sums begin.
+
+
+def reducing_actions(actions, stages, sync_each=False):
+    """Return the Bs and Ws of a rank that start to reduce gradients over a stage's replicas.
+
+    They are the last ones of each stage, or all of them if sync_each is true. A module may be the
+    stage of several chunks.
+    """
+    if sync_each:
+        return {action for action in actions if action.kind in "BW"}
+    # later actions replace earlier ones
+    last = {stages[action.chunk]: action for action in actions if action.kind != "F"}
+    return set(last.values())
+
+
+def _syncing(stage, reduces):
+    """Return the context of a backward, in which a wrapped stage reduces gradients or does not."""
+    if reduces:
+        return nullcontext()
+    return getattr(stage, "no_sync", nullcontext)()
 
 
 # ==== DualPipe ====================================================================================
@@ -1331,7 +1344,7 @@ class PairedPipeline(Pipeline):
 
     def __init__(self, stage, schedule, loss_fn, group=None, *, device=None, **options):
         super().__init__(stage, schedule, loss_fn, group, device=device, **options)
-        self.program = list(program(PairedSchedule(schedule), self.rank))
+        self.program = program(PairedSchedule(schedule), self.rank)
         self.pairs = pairs_of(schedule[self.rank])
         self.done_in_pairs = set(self.pairs.values())
         self.turns = Turns(device)
@@ -1390,11 +1403,10 @@ class Turns:
         self.states = [self._random_states(), self._random_states()]
         self.running = 2
         self.errors = []
-        modes = modes_of_thread(self.device)
-        thread = threading.Thread(target=self._run, args=(1, backward, modes), daemon=True)
+        thread = threading.Thread(target=self._run, args=(1, backward, self._modes()), daemon=True)
         thread.start()
         self.may_run[1].release()
-        self._run(0, forward, nullcontext())
+        self._run(0, forward, [])
         thread.join()
         self._set_random_states(0)
         errors = self.errors
@@ -1414,7 +1426,9 @@ class Turns:
 
     def _run(self, number, task, modes):
         try:
-            with modes:  # first, as random states are those of the thread's current device
+            with ExitStack() as stack:
+                for mode in modes:  # first, as random states are those of the current device
+                    stack.enter_context(mode())
                 self._begin_turn(number)
                 if not self.errors:
                     task()
@@ -1423,6 +1437,18 @@ class Turns:
             self.errors.append(error)
         self.running -= 1
         self.may_run[1 - number].release()
+
+    def _modes(self):
+        """Return functions for another thread, whose contexts have the modes of this thread."""
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        modes = [
+            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+            partial(torch.autocast, kind, *autocast, torch.is_autocast_cache_enabled()),
+        ]
+        if kind == "cuda":
+            modes.append(partial(torch.cuda.stream, torch.cuda.current_stream(self.device)))
+        return modes
 
     def _begin_turn(self, number):
         self.may_run[number].acquire()
@@ -1439,24 +1465,6 @@ class Turns:
         torch.set_rng_state(self.states[number][0])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(self.states[number][1], self.device)
-
-
-def modes_of_thread(device):
-    """Return a context manager, for another thread, with the modes that this thread has now."""
-    with_grad = torch.is_grad_enabled()
-    autocast = {"enabled": torch.is_autocast_enabled(device.type)}
-    autocast["dtype"] = torch.get_autocast_dtype(device.type)
-    autocast["cache_enabled"] = torch.is_autocast_cache_enabled()
-    stream = nullcontext()
-    if device.type == "cuda":
-        stream = torch.cuda.stream(torch.cuda.current_stream(device))
-
-    @contextmanager
-    def modes():
-        with torch.set_grad_enabled(with_grad), torch.autocast(device.type, **autocast), stream:
-            yield
-
-    return modes()
 
 
 # ---- replicas ------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ from ddp import DistributedDataParallel
 from gpu_counts import batches, nccl_over_gloo, waits
 from pipeline import (
     NUM_CHUNKS, SCHEDULES, SHORT, Action, DeferredLinear, PairedSchedule, Pipeline, Schedule,
-    WeightGradStore, claim, draw, dualpipe, dualpipe_v, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b,
-    one_f_one_b_step, pipeline_bytes, program, schedule_step, simulate, sum_replicas,
-    zb_h1, zb_h2, zb_v,
+    WeightGradStore, claim, draw, dualpipe, dualpipe_v, forward_only, gpipe, gpipe_step,
+    interleaved, one_f_one_b, one_f_one_b_step, pipeline_bytes, program, schedule_step, simulate,
+    sum_replicas, zb_h1, zb_h2, zb_v,
 )
 from ranks import on_ranks, run, shifted, soak
 from replicas import demonstration, interleaved_group
@@ -154,7 +154,8 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     rows = re.findall(r"#     rank \d   (.*\d)        ([.FB\d]+)\n", inspect.getsource(pipeline))
     assert rows == [(" ".join(map(small, row)), drawn) for row, drawn in zip(example, pictures)]
     drawn = draw(dualpipe_v(3, 6)).splitlines()
-    steps = re.findall(r"#     (rank \d)   (\S+)\n    #    ([ 1-8]+)\n", inspect.getsource(dualpipe_v))
+    source = inspect.getsource(dualpipe_v)
+    steps = re.findall(r"#     (rank \d)   (\S+)\n    #    ([ 1-8]+)\n", source)
     assert [f"{rank}  {row}" for rank, row, _ in steps] == drawn[:2]
     rounds = [["F" * 4, "Ff", "iwfiwf", "FbfB", "bfBbfB", "bI", "WIWI", "W"],
               ["FF", "FfFf", "iwf", "FbfBFbfB", "bfB", "bBiI", "wI", "WW"]]
@@ -875,6 +876,7 @@ class Synced(DeferredLinear):
     def __init__(self, store):
         super().__init__(4, 4, defer=store)
         self.events, self.inside = [], False
+        self.require_backward_grad_sync = True
         self.weight.register_post_accumulate_grad_hook(
             lambda _: None if store.open else self.note("gradient", self.inside, store.accumulates)
         )
