@@ -286,9 +286,9 @@ class Schedule(list):
         and so on. With two routes, the first half of the microbatches takes the first.
     needs, makes: {(action, rank): [Transfer]}, what must arrive before an action begins, and what
         can leave when it ends. Rank 1's F0 needs what rank 0's F0 makes, so in the example,
-        needs[F0, 1] and makes[F0, 0] are both [Transfer(F0, 0, 1)]. A list has at most one
-        Transfer. It is empty where a route begins, for needs of F and makes of B; where it ends,
-        for makes of F and needs of B; and for each W.
+        needs[F0, 1] and makes[F0, 0] are both [Transfer(F0, 0, 1)]. A list has one Transfer or
+        none: where a route begins, F needs nothing and B makes nothing; where it ends, F makes
+        nothing and B needs nothing; and a W never needs or makes anything.
 
     Raises ValueError if a rank has no actions, or a microbatch lacks an action at a place of its
     route, repeats one or has them out of order.
@@ -317,22 +317,6 @@ class Schedule(list):
     def route(self, microbatch):
         """Return the places that a microbatch visits on its way forward."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
-
-
-def _check_actions(schedule):
-    """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
-    kinds = defaultdict(str)
-    for rank, row in enumerate(schedule):
-        for kind, microbatch, chunk in row:
-            kinds[rank, microbatch, chunk] += kind
-    allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
-    for microbatch in range(schedule.num_microbatches):
-        for rank, chunk in schedule.route(microbatch):
-            if (performed := kinds.pop((rank, microbatch, chunk), "")) not in allowed:
-                where = f"rank {rank}, {microbatch=}, {chunk=}"
-                raise ValueError(f"{where}: {performed!r} is none of {allowed}")
-    if kinds:
-        raise ValueError(f"(rank, microbatch, chunk) on no route: {list(kinds)}")
 
 
 # ---- any schedule, one exchange at a time --------------------------------------------------------
@@ -372,7 +356,8 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
         stages = chunks[rank]  # this rank's modules: one, or two for zb_v(), which is below
         losses = schedule_step(stages, zb_v(p, m), inputs.chunk(m), targets.chunk(m), loss_fn, like)
 
-    inputs, targets, loss_fn: as in gpipe_step(), but only ranks where a route begins need inputs.
+    inputs, targets, loss_fn, group: as in gpipe_step(), but only ranks where a route begins need
+        inputs.
     like: a tensor with the shape, dtype and device that everything has that ranks send.
 
     Layers of torch.nn compute the gradients of input and weights together. So here an I is a whole
@@ -422,18 +407,39 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
     return losses
 
 
+def _check_actions(schedule):
+    """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
+    kinds = defaultdict(str)
+    for rank, row in enumerate(schedule):
+        for kind, microbatch, chunk in row:
+            kinds[rank, microbatch, chunk] += kind
+    allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
+    for microbatch in range(schedule.num_microbatches):
+        for rank, chunk in schedule.route(microbatch):
+            if (performed := kinds.pop((rank, microbatch, chunk), "")) not in allowed:
+                where = f"rank {rank}, {microbatch=}, {chunk=}"
+                raise ValueError(f"{where}: {performed!r} is none of {allowed}")
+    if kinds:
+        raise ValueError(f"(rank, microbatch, chunk) on no route: {list(kinds)}")
+
+
 # ---- schedules -----------------------------------------------------------------------------------
 #
 # p = num_stages is the number of ranks, even if a rank has several stages, called chunks; m is
 # num_microbatches. claim(), in the next section, says what each schedule costs.
 
 
-def _actions(letters, *microbatches):
+def _schedule(p, m, letters_of, routes=None):
+    """Return the Schedule whose rank r does what letters_of(r) spells."""
+    return Schedule([_actions(letters_of(rank), m) for rank in range(p)], routes)
+
+
+def _actions(letters, m):
     """Return the actions that letters spell: F B I W act on chunk 0, f b i w on chunk 1.
 
-    microbatches: one sequence per chunk. A chunk's first F is that of its first microbatch, and so
-    on; so are its backwards, each a B or an I, and its Ws, where a B counts as one: "FFIWB" is
-    F0 F1 I0 W0 B1. Letters for which no microbatch is left have no action.
+    A chunk's first F is that of microbatch 0, the second that of 1, and so on. So are its
+    backwards, each a B or an I, and its Ws, where a B counts as one: "FFIWB" is F0 F1 I0 W0 B1.
+    Letters beyond microbatch m - 1 are left out.
     """
     counts = Counter()  # {(F, I or W, chunk): how many have been spelled}
     actions = []
@@ -441,16 +447,12 @@ def _actions(letters, *microbatches):
         kind = letter.upper()
         chunk = int(letter.islower())
         halves = "IW" if kind == "B" else kind
-        index = counts[halves[0], chunk]
-        counts.update((half, chunk) for half in halves)
-        if index < len(microbatches[chunk]):
-            actions.append(Action(kind, microbatches[chunk][index], chunk))
+        microbatch = counts[halves[0], chunk]
+        for half in halves:
+            counts[half, chunk] += 1
+        if microbatch < m:
+            actions.append(Action(kind, microbatch, chunk))
     return actions
-
-
-def _schedule(p, m, letters_of, routes=None):
-    """Return the Schedule whose rank r performs letters_of(r). All chunks get all microbatches."""
-    return Schedule([_actions(letters_of(r), range(m), range(m)) for r in range(p)], routes)
 
 
 def naive(num_stages, num_microbatches):
@@ -556,8 +558,8 @@ def zb_h2(num_stages, num_microbatches):
 def _deferring(warmup, deferred, n):
     """Spell a row that has `warmup` forwards before its first I, and then leaves `deferred` Ws.
 
-    n: the number of microbatches. If a schedule has fewer than such a row needs, its row is that of
-    enough microbatches, without the actions of those that it lacks: see _actions().
+    n: the number of microbatches, or as many as such a row needs, if there are fewer. _actions()
+    then leaves out the rest.
     """
     letters = "F" * warmup
     letters += "IF" * deferred
@@ -587,13 +589,13 @@ def zb_v(num_stages, num_microbatches):
         # f0 has `rank` more stages to go, and its gradient comes back through as many.
         row += "fF" * rank
         # From now on an i and a w follow each f, so that no more activations are kept, until the
-        # first gradient has been down chunk 1 and up chunk 0. On the last rank this is a round of
-        # three slots, and one more with each rank further up: i0 leaves this rank a slot earlier,
-        # and I0 comes at least one later, so a whole round is the least that fits.
+        # first gradient has been down chunk 1 and up chunk 0. On the last rank this takes a round
+        # of three slots. Each rank further up needs a round more: its i0 is a slot earlier, and its
+        # I0 at least one later.
         row += "fiw" * (below + 1)
         row += "FIWfiw" * (n - 2 * p + rank + 1)  # all that a microbatch needs, until no F is left
         row += "IWfiw" * below  # until no f is left
-        # Other ranks wait for I and i, and none for a W. The is of `rank` microbatches are left.
+        # p Is and `rank` is are left. Other ranks wait for these, and none for a W.
         row += "Ii" * rank + "IW" * (below + 1) + "w" * rank + "W" * rank
         return row
 
@@ -608,19 +610,17 @@ def _down_and_up(p):
 def forward_only(num_stages, num_microbatches, route=None):
     """Evaluation: only the forwards, along one route. Pipeline keeps none of their graphs."""
     route = route or [(rank, 0) for rank in range(num_stages)]
-    # microbatch i is at route[index] at time i + index
-    turns = [(i + index, index, i) for i in range(num_microbatches) for index in range(len(route))]
     rows = [[] for _ in range(num_stages)]
-    for _, index, microbatch in sorted(turns):
-        rank, chunk = route[index]
-        rows[rank].append(Action("F", microbatch, chunk))
+    for time in range(num_microbatches + len(route) - 1):
+        for index, (rank, chunk) in enumerate(route):
+            if 0 <= time - index < num_microbatches:  # this microbatch is here at this time
+                rows[rank].append(Action("F", time - index, chunk))
     return Schedule(rows, [route])
 
 
 # ---- what the schedules cost ---------------------------------------------------------------------
 #
-# claim() has formulas for the idle time of the rank that waits longest. If F, B, I and W are a
-# microbatch's times on a rank, they are derived like this:
+# The formulas of claim() for the bubble. F, B, I and W are a microbatch's times on a rank:
 #
 #     naive          The other p - 1 ranks work on each microbatch, one after another.
 #     gpipe, 1f1b    The last rank waits for its first input, (p-1)F, and at the end until the last
@@ -642,7 +642,8 @@ class Claim(NamedTuple):
     """What a schedule costs.
 
     bubble: the idle time of the rank that waits longest, in the unit of the times that claim() is
-        given.
+        given. In zb-h2 and zb-v, it is that between a rank's first and last action, because ranks
+        begin the next step while others finish this one.
     peak: the most microbatches of which a rank keeps activations, each from its F to its B or W. A
         microbatch counts as one in 1/p of the model's layers. But after an I, it keeps other
         tensors: inputs and output gradients of the products that wait for W. These are 32 s b h
@@ -1210,24 +1211,19 @@ def _syncing(stage, reduces):
 # A layer of experts (expert_parallel.py) waits while its rows travel to experts on other ranks, and
 # again while they return. DualPipe hides these messages, too: on every rank, forwards meet
 # backwards of other microbatches, and the two take turns, so that one computes while the other's
-# rows travel. This needs
+# rows travel. A pair is such an F and the B of another chunk that follows it.
 #
-#     schedules     in which most Fs have a B of the other chunk after them
-#     pairs         the two wait for both inputs, then a PairedPipeline does them in turns
-#     turns         how two passes take turns
-#     replicas      a sum of gradients, since dualpipe() has two replicas of the model
-#
-# claim() has the bubble of the report, (p/2-1)(X + B - 3W) for dualpipe, where X is the time of an
-# F and a B in a pair. It takes F + B for X. dualpipe-v is dualpipe on 2p ranks whose stages take
-# half of the time. The simulated bubbles are at most these, without pairs if F <= B and W <= I,
-# with pairs if F <= I. If F > I, pairs make them longer, by up to (p/2-1)(F-I), or (p-1)(F-I)/2 for
-# dualpipe-v.
+# claim() has the bubble of DeepSeek's report, (p/2-1)(X + B - 3W) for dualpipe, where X is the time
+# of a pair. It takes F + B for X. dualpipe-v is dualpipe on 2p ranks whose stages take half of the
+# time. These are upper bounds: without pairs if F <= B and W <= I, with pairs if F <= I. If F > I,
+# pairs may make the bubble longer by (p/2-1)(F-I), or by (p-1)(F-I)/2 in dualpipe-v. They pay if a
+# pair's passes take less time in turns than one after the other, as they do if messages take long.
 
 # ---- two schedules for pairs ---------------------------------------------------------------------
 
 
 def dualpipe_v(num_stages, num_microbatches):
-    """ZB-V's route, with as many Fs as possible before a B of the other chunk. p = 2, m = 4:
+    """ZB-V's route, in an order in which most Fs are in a pair. p = 2, m = 4:
 
         rank 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 b2 f3 B1 b3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 b2 B2 i3 I3 w3 W3
@@ -1247,18 +1243,18 @@ def dualpipe_v(num_stages, num_microbatches):
     #                1   2       3     4                       5           6           7   8
     def letters(rank):
         below = p - rank - 1  # ranks that F0 still goes down
-        turn = rank + 1  # ranks that f0 still goes up, with this one
+        above = rank + 1  # this rank, and those that f0 still goes up
         row = "F" * (2 * below)  # 1: until F0 has been down and, as f0, comes up again
-        row += "Ff" * turn  # 2: until f0 has been up, and its gradient comes down
+        row += "Ff" * above  # 2: until f0 has been up, and its gradient comes down
         row += "iwf" * below  # 3: until the gradient of F0 comes up; see "fiw" in zb_v()
-        row += "FbfB" * (m - 2 * below - turn)  # 4: the main step, until no F is left
+        row += "FbfB" * (m - 2 * below - above)  # 4: the main step, until no F is left
         row += "bfB" * below  # 5: until no f is left
-        # 6: until no b is left. As in DeepSeek's code, the second half of this step is divided.
-        row += ("bB" * turn)[:turn] + ("iI" * turn)[turn:]
+        # 6: until no b is left. The second half is divided, so that Ws are left for step 7.
+        row += ("bB" * above)[:above] + ("iI" * above)[above:]
         # The Ws of the Is in steps 6 and 7, in the same order.
-        deferred = ("wW" * turn)[turn:] + "W" * below
+        deferred = ("wW" * above)[above:] + "W" * below
         for weight in deferred[:below]:
-            row += weight + "I"  # 7: until no I is left. A rank waits for each of their gradients
+            row += weight + "I"  # 7: until no I is left; a W fills the wait for its gradient
         return row + deferred[below:]  # 8: the Ws that are left
 
     return _schedule(p, m, letters, [_down_and_up(p)])
@@ -1274,15 +1270,15 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    So the microbatches of a direction pass the ranks once, where in dualpipe_v() they turn around
-    on the last rank. Raises ValueError if p or m is odd, or m < 2p.
+    Raises ValueError if p or m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
         sizes = f"num_stages={p} and num_microbatches={m}"
         raise ValueError(f"{sizes}: both must be even, and num_microbatches >= 2 x num_stages")
-    # The first p/2 ranks do what those of dualpipe_v() do, but what comes up chunk 1 is the other
-    # half of the microbatches. The last p/2 ranks mirror them: they swap chunks and halves.
+    # The first p/2 ranks do what those of dualpipe_v() do. But the microbatches of chunk 0 do not
+    # come up as those of chunk 1. They go on, and the other half of them comes from rank p-1. The
+    # last p/2 ranks mirror the first: they swap chunks, and halves of the microbatches.
     half = m // 2
     rows = [
         [Action(kind, i + chunk * half, chunk) for kind, i, chunk in row]
@@ -1299,7 +1295,7 @@ def dualpipe(num_stages, num_microbatches):
 
 
 def pairs_of(row):
-    """Return {F: B}, the pairs of a row: an F, and the B of another chunk that follows it."""
+    """Return the pairs of a row, {F: B}."""
     return {
         first: second
         for first, second in zip(row, row[1:])
@@ -1314,9 +1310,8 @@ class PairedSchedule(list):
     end. So its F needs what either needs, and its B makes what either makes. In the simulation, the
     B begins when the F has ended.
 
-    No rank waits forever in the pairs of dualpipe(), dualpipe_v() and interleaved(). With two
-    chunks, the last rank of interleaved() has none. 1F1B has none at all, because its F and the
-    next B are of one chunk.
+    Ranks finish with the pairs of dualpipe(), dualpipe_v() and interleaved(). Other schedules here
+    have no pairs, as their Fs and the next Bs are of one chunk.
     """
 
     def __init__(self, schedule):
@@ -1515,10 +1510,6 @@ SCHEDULES = {
 # of dualpipe have two chunks, but each is a whole share, of another replica of the model.
 NUM_CHUNKS = dict.fromkeys(SCHEDULES, 1) | {"interleaved": None, "zb-v": 2, "dualpipe-v": 2}
 
-# In zb-h2 and zb-v, ranks begin the next step while others finish this one. So claim() counts their
-# idle time from a rank's first to its last action only.
-STAGGERED = "zb-h2", "zb-v"
-
 
 def measure(name, num_stages, num_microbatches):
     """Return (bubble, peak, total time) of a simulation with F = I = W = 1, and 2 chunks if any.
@@ -1528,7 +1519,7 @@ def measure(name, num_stages, num_microbatches):
     schedule = SCHEDULES[name](num_stages, num_microbatches)
     v = NUM_CHUNKS[name] or 2
     timeline = simulate(schedule, 1 / v, 2 / v, weight=1 / v)
-    bubble = max(timeline.idle if name in STAGGERED else timeline.bubble)
+    bubble = max(timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble)
     return bubble, max(timeline.peak) / v, timeline.total
 
 

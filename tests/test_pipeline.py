@@ -26,9 +26,9 @@ from ddp import DistributedDataParallel
 from gpu_counts import batches, nccl_over_gloo, waits
 from pipeline import (
     NUM_CHUNKS, SCHEDULES, SHORT, Action, DeferredLinear, PairedSchedule, Pipeline, Schedule,
-    WeightGradStore, claim, draw, dualpipe, dualpipe_v, forward_only, gpipe, gpipe_step,
-    interleaved, one_f_one_b, one_f_one_b_step, pipeline_bytes, program, schedule_step, simulate,
-    sum_replicas, zb_h1, zb_h2, zb_v,
+    WeightGradStore, claim, draw, dualpipe, dualpipe_v, forward_only, gpipe, gpipe_step, interleaved,
+    one_f_one_b, one_f_one_b_step, pipeline_bytes, program, schedule_step, simulate, sum_replicas,
+    zb_h1, zb_h2, zb_v,
 )
 from ranks import on_ranks, run, shifted, soak
 from replicas import demonstration, interleaved_group
