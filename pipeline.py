@@ -88,10 +88,9 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
         targets.
     loss_fn returns a microbatch's share of the loss, such as its mean divided by the number of
         microbatches, because the gradients of the shares are summed.
-    group: the ranks of the pipeline, or None for all that torchrun has started. With NCCL, pass a
-        device_id to init_process_group(), or run a collective in the group before the first step.
-        Otherwise all ranks must take part in the group's first exchange, and it hangs, since here
-        only two do.
+    group: the ranks of the pipeline, or None for all that torchrun has started. With NCCL, give
+        init_process_group() a device_id, or run a collective in the group before the first step.
+        Otherwise the group's first exchange, between two of its ranks, hangs.
 
     No stage may change its input in place, and its output must depend on its input. Gradients
     accumulate in the parameters. Returns the losses of the microbatches on the last rank, and None
@@ -1523,9 +1522,6 @@ def measure(name, num_stages, num_microbatches):
     return bubble, max(timeline.peak) / v, timeline.total
 
 
-# ---- demonstration -------------------------------------------------------------------------------
-
-
 def _demonstrate():
     rank, world_size = rank_and_size()
     rows, width, m = 16, 32, 8
@@ -1572,7 +1568,6 @@ def _print_costs(names, num_stages, num_microbatches):
     print(f"{num_stages} stages, {num_microbatches} microbatches; F = 1, B = 2, of which W = 1\n")
     print(f"{'':12}{'bubble':>18}{'peak activations':>24}{'total':>9}")
     print(f"{'':12}{'claimed simulated':>18}{'claimed simulated':>24}")
-    notes = set()
     for name in names:
         try:
             bubble, peak, total = measure(name, num_stages, num_microbatches)
@@ -1582,12 +1577,8 @@ def _print_costs(names, num_stages, num_microbatches):
         claimed = claim(name, num_stages, num_microbatches)
         text = f"{claimed.bubble:.1f}" if claimed.holds else "-"
         print(f"{name:12}{text:>8}{bubble:10.1f}{claimed.peak:14.1f}{peak:10.1f}{total:9.1f}")
-        if not claimed.holds:
-            notes.add("-: the formula does not hold for so few microbatches")
-        elif claimed.bubble > bubble:
-            notes.add("dualpipe, dualpipe-v: claimed for F and B in pairs, simulated without pairs")
-    for note in sorted(notes):
-        print(f"\n{note}")
+    print("\n-: the formula does not hold for so few microbatches")
+    print("dualpipe, dualpipe-v: claimed for F and B in pairs, simulated without pairs")
 
 
 def main():
