@@ -643,12 +643,12 @@ class Claim(NamedTuple):
     bubble: the idle time of the rank that waits longest, in the unit of the times that claim() is
         given. In zb-h2 and zb-v, it is that between a rank's first and last action, because ranks
         begin the next step while others finish this one.
-    peak: the most microbatches of which a rank keeps activations, each from its F to its B or W. A
-        microbatch counts as one in 1/p of the model's layers. But after an I, it keeps other
-        tensors: inputs and output gradients of the products that wait for W. These are 32 s b h
-        bytes in a layer of GPT in 16 bits, where F keeps 34 s b h and the attention's scores (Qi et
-        al.). If layers recompute their activations, F keeps much less than that, so that a schedule
-        with I and W needs more memory than peak says.
+    peak: the most activations that a rank keeps at a time. Those of a microbatch in 1/p of the
+        model's layers count as 1, from F to B or W. After an I, layers keep other tensors for W,
+        which count the same: the inputs and output gradients of the deferred products, 32 s b h
+        bytes in a layer of GPT in 16 bits. Before it, they keep 34 s b h and the attention's scores
+        (Qi et al.), or much less if they recompute them. In this case, schedules with I and W need
+        more memory than peak says.
     holds: whether the bubble holds for these p and m.
     """
 
