@@ -360,8 +360,7 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
     like: a tensor with the shape, dtype and device that everything has that ranks send.
 
     Layers of torch.nn compute the gradients of input and weights together. So here an I is a whole
-    backward, and a W does nothing. Returns the losses of microbatches whose routes end here. After
-    dualpipe(), which has each layer on two ranks, sum_replicas() has to sum the gradients of both.
+    backward, and a W does nothing. Returns the losses of microbatches whose routes end here.
     """
     rank, _ = rank_and_size(group)
     tensors = {}  # {Transfer: tensor}, from when it is made or received until it is used or sent
@@ -995,7 +994,7 @@ class Pipeline:
     defer: the WeightGradStore to which layers of the stages defer products.
     sync_each: reduce gradients over replicas after each microbatch, as ZeRO-2 and ZeRO-3 do.
 
-    A stage may use torch.utils.checkpoint, as in the GPipe paper. DualPipe needs sum_replicas().
+    A stage may use torch.utils.checkpoint, as in the GPipe paper.
 
     Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group, or
     if a rank does not have one stage per chunk or uses PyTorch's own DDP.
@@ -1215,8 +1214,8 @@ def _syncing(stage, reduces):
 # claim() has the bubble of DeepSeek's report, (p/2-1)(X + B - 3W) for dualpipe, where X is the time
 # of a pair. It takes F + B for X. dualpipe-v is dualpipe on 2p ranks whose stages take half of the
 # time. These are upper bounds: without pairs if F <= B and W <= I, with pairs if F <= I. If F > I,
-# pairs may make the bubble longer by (p/2-1)(F-I), or by (p-1)(F-I)/2 in dualpipe-v. They pay if a
-# pair's passes take less time in turns than one after the other, as they do if messages take long.
+# pairs may exceed them by up to (p/2-1)(F-I), or (p-1)(F-I)/2 in dualpipe-v. They pay if their
+# passes take less time in turns than one after the other, as they do if messages take long.
 
 # ---- two schedules for pairs ---------------------------------------------------------------------
 
@@ -1262,7 +1261,8 @@ def dualpipe_v(num_stages, num_microbatches):
 def dualpipe(num_stages, num_microbatches):
     """Two replicas, two directions: half of the microbatches enter at rank 0, half at rank p - 1.
 
-    Chunk 0 of rank r is stage r of one replica; chunk 1 is stage p-1-r of the other. p = 4, m = 8:
+    Chunk 0 of rank r is stage r of one replica; chunk 1 is stage p-1-r of the other. Each has the
+    gradients of half of the microbatches: call sum_replicas() after a step. p = 4, m = 8:
 
         rank 0   F0 F1 F2 f4 i4 w4 f5 F3 b5 f6 B0 b6 f7 B1 b7 I2 W2 I3 W3
         rank 1   F0 f4 F1 f5 F2 b4 f6 B0 F3 b5 f7 B1 b6 B2 i7 I3 w7 W3
