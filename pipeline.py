@@ -1357,23 +1357,23 @@ class PairedPipeline(Pipeline):
 class Turns:
     """Lets a forward and a backward take turns, so that one computes while the other's rows travel.
 
-    The backward has a thread of its own, but only one of the two runs at a time. A layer that has
-    posted a message calls hand_over() before it waits for it, and the call returns when the other
-    pass has come to its own next wait, or to its end. In a backward, autograd runs the layer and so
-    calls hand_over(): on a CPU in the backward's thread, and on a GPU in a thread that autograd has
-    for the device. While this thread waits in hand_over(), no other backward can run there. So the
-    forward must not call backward(), and two backwards cannot take turns.
-
-    Ranks that run the same two passes post their messages in the same order, and a GPU has the
-    kernels of both in one stream. The backward begins, because its first message follows hardly any
-    work. Here, a layer of experts sends its rows to experts (dispatch) and back (combine), one line
-    after the other:
+    together() gives the backward a thread of its own, but only one of the two runs at a time. A
+    layer that has posted a message calls hand_over() before it waits for it. The call returns when
+    the other pass has come to its own next wait, or to its end. Here, a layer of experts sends its
+    rows to experts (dispatch) and back (combine), one line after the other:
 
         backward   posts combine's gradients
         forward    attention, router, posts dispatch        beside combine's gradients
         backward   experts, posts dispatch's gradients      beside dispatch
         forward    experts, posts combine                   beside dispatch's gradients
         backward   router, attention, the layer before      beside combine
+
+    The backward begins, because its first message follows hardly any work. Ranks that run the same
+    two passes post their messages in the same order, and a GPU has the kernels of both in one
+    stream.
+
+    On a GPU, autograd has one thread for all backwards, and hand_over() keeps it waiting. So the
+    forward must not call backward(), and two backwards cannot take turns.
 
     device: that of the tensors; None is PyTorch's default. Its random generators belong to the
         process, and a recomputation in the backward sets them back for a while. So each pass has
