@@ -1372,7 +1372,7 @@ class Turns:
     two passes post their messages in the same order, and a GPU has the kernels of both in one
     stream.
 
-    On a GPU, autograd has one thread for all backwards, and hand_over() keeps it waiting. So the
+    On a GPU, autograd has one thread for all backwards, which waits in hand_over(), too. So the
     forward must not call backward(), and two backwards cannot take turns.
 
     device: that of the tensors; None is PyTorch's default. Its random generators belong to the
