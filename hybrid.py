@@ -92,8 +92,8 @@ from collectives import (
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, Router, tally_metrics
 from pipeline import (
-    NUM_CHUNKS, SCHEDULES, Pipeline, WeightGradStore, forward_only, one_f_one_b_step, pair_up,
-    sum_replicas,
+    NUM_CHUNKS, SCHEDULES, PairedPipeline, Pipeline, WeightGradStore, forward_only,
+    one_f_one_b_step, sum_replicas,
 )
 from sequence_parallel import (
     context_positions, dropout, recompute, recompute_groups, run_layers, zigzag_allgather_attention,
@@ -1142,8 +1142,7 @@ def schedule_of(args):
     """Return the pipeline's schedule. Raises ValueError if it is not defined for these sizes."""
     make = SCHEDULES[args.schedule]
     chunks = [args.chunks] if NUM_CHUNKS[args.schedule] is None else []
-    schedule = make(args.pp, args.microbatches, *chunks)
-    return pair_up(schedule) if args.overlap else schedule
+    return make(args.pp, args.microbatches, *chunks)
 
 
 def stages_of(rank, routes):
@@ -1449,7 +1448,8 @@ class Trainer:
         evaluation = forward_only(args.pp, args.microbatches, schedule.routes[0])
         unique_stages = self.stages[: len(self.unique_chunks)]
         self.evaluation = Pipeline(unique_stages, evaluation, self.loss, **options)
-        self.pipeline = Pipeline(
+        pipeline_class = PairedPipeline if args.overlap else Pipeline
+        self.pipeline = pipeline_class(
             self.stages, schedule, self.loss, **options, defer=deferred,
             # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all
             sync_each=args.zero > 1,

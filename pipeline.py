@@ -53,8 +53,8 @@ DeepSeek's code (DualPipeV).
 import argparse
 import os
 import threading
-from collections import defaultdict, deque
-from contextlib import contextmanager, nullcontext
+from collections import Counter, defaultdict, deque
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -88,7 +88,9 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
         targets.
     loss_fn returns a microbatch's share of the loss, such as its mean divided by the number of
         microbatches, because the gradients of the shares are summed.
-    group: the ranks of the pipeline, or None for all that torchrun has started.
+    group: the ranks of the pipeline, or None for all that torchrun has started. With NCCL, give
+        init_process_group() a device_id, or run a collective in the group before the first step.
+        Otherwise the group's first exchange, between two of its ranks, hangs.
 
     No stage may change its input in place, and its output must depend on its input. Gradients
     accumulate in the parameters. Returns the losses of the microbatches on the last rank, and None
@@ -213,14 +215,13 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
 # for each rank. schedule_step() runs any schedule, with exchanges that block. A reader who wants
 # the technique alone may stop after it. The rest adds to it:
 #
-#     schedules              seven of them
+#     schedules              seven of them, and formulas for the bubble and the peak of each
 #     simulator              the time of each action, and the order in which messages arrive
 #     program                the order in which a rank posts messages, computes and waits
 #     halves of a backward   layers whose weights' gradients are computed later, in idle time
 #     executor               Pipeline, the class to use: messages travel while ranks compute
-#     DualPipe               two more schedules. Their rows have pairs: a forward and a backward
-#                            that hide each other's messages to experts
-#     costs                  formulas for the bubble and the peak of each schedule
+#     DualPipe               two more schedules, for models with experts: a forward and a backward
+#                            hide each other's messages
 #
 # Schedules shorten the bubble in three ways. They divide a backward, so that the part for which no
 # other rank waits can fill idle time; they cut a rank's layers into chunks, so that microbatches
@@ -259,18 +260,13 @@ class Action(NamedTuple):
         """What the F and the B, or I and W, of a microbatch in a chunk have in common."""
         return self.microbatch, self.chunk
 
-    @property
-    def actions(self):
-        """This action alone. A Pair, the other kind of item in a row, has two: see DualPipe."""
-        return (self,)
-
 
 class Transfer(NamedTuple):
     """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
 
-    action: the F that makes this output, or the B that makes this gradient. An I makes the same
-        gradient as a B, and its Transfer names the B, too. If a rank has several chunks, source and
-        destination may be the same rank.
+    action: the F that makes this output, or the B that makes this gradient, which stands for the I
+        in schedules that have it. If a rank has several chunks, source and destination may be the
+        same rank.
     """
 
     action: Action
@@ -281,14 +277,20 @@ class Transfer(NamedTuple):
 class Schedule(list):
     """A row for each rank, and the route that microbatches take through the ranks.
 
-    The items of a row are what the rank does, in order: Actions and, with DualPipe, Pairs. If F0 is
-    Action("F", 0), the example above is [[F0, F1, B0, F2, B1, B2], [F0, B0, F1, B1, F2, B2]].
+    A row lists a rank's Actions in order. If F0 is Action("F", 0), the example above is
+    [[F0, F1, B0, F2, B1, B2], [F0, B0, F1, B1, F2, B2]].
 
     routes: a list of routes, mostly of one. A route lists the places (rank, chunk) that a forward
         visits, in order; its backward visits them in reverse. The default is (0, 0), (1, 0), (2, 0)
         and so on. With two routes, the first half of the microbatches takes the first.
+    needs, makes: {(action, rank): [Transfer]}, what must arrive before an action begins, and what
+        can leave when it ends. Rank 1's F0 needs what rank 0's F0 makes, so in the example,
+        needs[F0, 1] and makes[F0, 0] are both [Transfer(F0, 0, 1)]. A list has one Transfer or
+        none: where a route begins, F needs nothing and B makes nothing; where it ends, F makes
+        nothing and B needs nothing; and a W never needs or makes anything.
 
-    Raises ValueError if a rank has no actions.
+    Raises ValueError if a rank has no actions, or a microbatch lacks an action at a place of its
+    route, repeats one or has them out of order.
     """
 
     def __init__(self, rows, routes=None):
@@ -296,49 +298,24 @@ class Schedule(list):
         if not all(self):
             raise ValueError(f"rank {self.index([])} has no actions")
         self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
-        everything = [action for rank in range(len(self)) for action in self.actions(rank)]
-        self.num_microbatches = 1 + max(action.microbatch for action in everything)
-        self._needed = {}  # {(action, rank): Transfer}
-        self._made = {}
+        self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
+        _check_actions(self)
+        self.needs = defaultdict(list)
+        self.makes = defaultdict(list)
         for microbatch in range(self.num_microbatches):
             route = self.route(microbatch)
-            for place, next_place in zip(route, route[1:]):
-                self._link("F", microbatch, place, next_place)
-                self._link("B", microbatch, next_place, place)
-                self._link("I", microbatch, next_place, place)
-
-    def _link(self, kind, microbatch, place, next_place):
-        """Record what an action makes at a place, and the same action needs at the next place."""
-        rank, chunk = place
-        next_rank, next_chunk = next_place
-        named = Action("F" if kind == "F" else "B", microbatch, chunk)
-        transfer = Transfer(named, rank, next_rank)
-        self._made[Action(kind, microbatch, chunk), rank] = transfer
-        self._needed[Action(kind, microbatch, next_chunk), next_rank] = transfer
+            for (rank, chunk), (next_rank, next_chunk) in zip(route, route[1:]):
+                output = Transfer(Action("F", microbatch, chunk), rank, next_rank)
+                self.makes[Action("F", microbatch, chunk), rank] = [output]
+                self.needs[Action("F", microbatch, next_chunk), next_rank] = [output]
+                gradient = Transfer(Action("B", microbatch, next_chunk), next_rank, rank)
+                for kind in "BI":
+                    self.makes[Action(kind, microbatch, next_chunk), next_rank] = [gradient]
+                    self.needs[Action(kind, microbatch, chunk), rank] = [gradient]
 
     def route(self, microbatch):
         """Return the places that a microbatch visits on its way forward."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
-
-    def actions(self, rank):
-        """Return a list of the rank's actions, in order, with those of Pairs."""
-        return [action for item in self[rank] for action in item.actions]
-
-    def needs(self, item, rank):
-        """Return a list of the Transfers that must arrive before an Action or a Pair begins.
-
-        Rank 1's F0 needs what rank 0's F0 makes. So in the example, needs(F0, 1) and makes(F0, 0)
-        are both [Transfer(F0, 0, 1)]. An action needs and makes at most one. Where a route begins,
-        F needs nothing and B makes nothing. Where it ends, F makes nothing and B needs nothing. A W
-        never needs or makes anything.
-        """
-        keys = [(action, rank) for action in item.actions]
-        return [self._needed[key] for key in keys if key in self._needed]
-
-    def makes(self, item, rank):
-        """Return a list of the Transfers that can leave when an Action or a Pair ends."""
-        keys = [(action, rank) for action in item.actions]
-        return [self._made[key] for key in keys if key in self._made]
 
 
 # ---- any schedule, one exchange at a time --------------------------------------------------------
@@ -350,26 +327,24 @@ class Schedule(list):
 
 
 def in_order(schedule):
-    """Yield (rank, item) for all items of all rows, each after those that make what it needs.
+    """Yield (rank, action) for all actions of all rows, each after those that make what it needs.
 
-    The ranks take turns. In its turn, a rank performs its next item unless it must wait. The
-    example begins: rank 0 F0, rank 1 F0, rank 0 F1, rank 1 B0, rank 0 B0. Raises ValueError if a
-    microbatch lacks an action, repeats one or has them out of order, or if all ranks wait; the
-    error then says at what.
+    The ranks take turns. In its turn, a rank performs its next action unless it must wait. The
+    example begins: rank 0 F0, rank 1 F0, rank 0 F1, rank 1 B0, rank 0 B0. Raises ValueError if all
+    ranks wait; the error then says at what.
     """
-    _check_actions(schedule)
     queues = [deque(row) for row in schedule]
     made = set()
     while any(queues):
         progress = False
         for rank, queue in enumerate(queues):
-            if queue and made.issuperset(schedule.needs(queue[0], rank)):
-                item = queue.popleft()
-                yield rank, item
-                made.update(schedule.makes(item, rank))
+            if queue and made.issuperset(schedule.needs[queue[0], rank]):
+                action = queue.popleft()
+                yield rank, action
+                made.update(schedule.makes[action, rank])
                 progress = True
         if not progress:
-            stuck = [(rank, queue[0].actions[0]) for rank, queue in enumerate(queues) if queue]
+            stuck = [(rank, queue[0]) for rank, queue in enumerate(queues) if queue]
             where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
             raise ValueError(f"the schedule cannot finish: {where} waiting for missing inputs")
 
@@ -380,12 +355,12 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
         stages = chunks[rank]  # this rank's modules: one, or two for zb_v(), which is below
         losses = schedule_step(stages, zb_v(p, m), inputs.chunk(m), targets.chunk(m), loss_fn, like)
 
-    inputs, targets, loss_fn: as in gpipe_step(), but only ranks where a route begins need inputs.
+    inputs, targets, loss_fn, group: as in gpipe_step(), but only ranks where a route begins need
+        inputs.
     like: a tensor with the shape, dtype and device that everything has that ranks send.
 
     Layers of torch.nn compute the gradients of input and weights together. So here an I is a whole
-    backward, and a W does nothing. Returns the losses of microbatches whose routes end here. After
-    dualpipe(), which has each layer on two ranks, sum_replicas() has to sum the gradients of both.
+    backward, and a W does nothing. Returns the losses of microbatches whose routes end here.
     """
     rank, _ = rank_and_size(group)
     tensors = {}  # {Transfer: tensor}, from when it is made or received until it is used or sent
@@ -412,14 +387,14 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
         output.backward(received)  # None where a route ends, since there the output is the loss
         return x.grad
 
-    for actor, item in in_order(schedule):
+    for actor, action in in_order(schedule):
+        made = schedule.makes[action, actor]
         if actor == rank:
-            for action in item.actions:
-                received = [tensors.pop(transfer) for transfer in schedule.needs(action, rank)]
-                result = perform(action, *received)
-                for transfer in schedule.makes(action, rank):
-                    tensors[transfer] = result
-        for transfer in schedule.makes(item, actor):
+            received = [tensors.pop(transfer) for transfer in schedule.needs[action, rank]]
+            result = perform(action, *received)
+            for transfer in made:
+                tensors[transfer] = result
+        for transfer in made:
             if transfer.source == transfer.destination:
                 continue  # it is for another chunk of the same rank
             if rank == transfer.source:
@@ -433,8 +408,8 @@ def schedule_step(stages, schedule, inputs, targets, loss_fn, like, group=None):
 def _check_actions(schedule):
     """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
     kinds = defaultdict(str)
-    for rank in range(len(schedule)):
-        for kind, microbatch, chunk in schedule.actions(rank):
+    for rank, row in enumerate(schedule):
+        for kind, microbatch, chunk in row:
             kinds[rank, microbatch, chunk] += kind
     allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
     for microbatch in range(schedule.num_microbatches):
@@ -449,36 +424,33 @@ def _check_actions(schedule):
 # ---- schedules -----------------------------------------------------------------------------------
 #
 # p = num_stages is the number of ranks, even if a rank has several stages, called chunks; m is
-# num_microbatches. claim(), below, says what each schedule costs.
+# num_microbatches. claim(), in the next section, says what each schedule costs.
 
 
-def _actions(letters, *microbatches):
+def _schedule(p, m, letters_of, routes=None):
+    """Return the Schedule whose rank r does what letters_of(r) spells."""
+    return Schedule([_actions(letters_of(rank), m) for rank in range(p)], routes)
+
+
+def _actions(letters, m):
     """Return the actions that letters spell: F B I W act on chunk 0, f b i w on chunk 1.
 
-    microbatches: one sequence per chunk. Each letter takes the next microbatch of its chunk that
-    has not had this action, where a B counts as an I and a W: "FFIWB" is F0 F1 I0 W0 B1. If all of
-    them have had it, the letter is skipped: for two microbatches, "FBFBFB" is F0 B0 F1 B1. So a
-    steady phase is spelled as one round, repeated at least as often as needed, and a cooldown
-    follows by itself, in which the rounds lack what has run out.
+    A chunk's first F is that of microbatch 0, the second that of 1, and so on. So are its
+    backwards, each a B or an I, and its Ws, where a B counts as one: "FFIWB" is F0 F1 I0 W0 B1.
+    Letters beyond microbatch m - 1 are left out.
     """
-    left = {}  # {(F, I or W, chunk): iterator over the microbatches that have not had it}
-    for chunk, numbers in enumerate(microbatches):
-        for half in "FIW":
-            left[half, chunk] = iter(numbers)
+    counts = Counter()  # {(F, I or W, chunk): how many have been spelled}
     actions = []
     for letter in letters:
         kind = letter.upper()
         chunk = int(letter.islower())
         halves = "IW" if kind == "B" else kind
-        taken = [next(left[half, chunk], None) for half in halves]
-        if taken[0] is not None:
-            actions.append(Action(kind, taken[0], chunk))
+        microbatch = counts[halves[0], chunk]
+        for half in halves:
+            counts[half, chunk] += 1
+        if microbatch < m:
+            actions.append(Action(kind, microbatch, chunk))
     return actions
-
-
-def _schedule(p, m, letters_of, routes=None):
-    """Return the Schedule whose rank r performs letters_of(r). All chunks get all microbatches."""
-    return Schedule([_actions(letters_of(r), range(m), range(m)) for r in range(p)], routes)
 
 
 def naive(num_stages, num_microbatches):
@@ -503,8 +475,12 @@ def one_f_one_b(num_stages, num_microbatches):
         rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
     """
     p, m = num_stages, num_microbatches
-    # When no F is left, "FB" adds only a B: the cooldown.
-    return _schedule(p, m, lambda rank: "F" * (p - rank - 1) + "FB" * m)
+
+    def letters(rank):
+        warmup = min(p - rank - 1, m)
+        return "F" * warmup + "FB" * (m - warmup) + "B" * warmup
+
+    return _schedule(p, m, letters)
 
 
 def interleaved(num_stages, num_microbatches, num_chunks=2):
@@ -541,17 +517,19 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
 def zb_h1(num_stages, num_microbatches):
     """1F1B with I and W in place of B. Rank r defers each W by r microbatches, to fill idle slots.
 
-    If F = I = W, the bubble is a third of 1F1B's, with as many activations as rank 0 of 1F1B keeps.
+    When rank r has done its last I, the gradient goes on through the r ranks before it. This is
+    when 1F1B's ranks are idle. Here, rank r still has r Ws to do.
 
         rank 0   F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5        p = 4, m = 6
         rank 1   F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
         rank 2   F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
         rank 3   F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
+
+    If F = I = W, the bubble is a third of 1F1B's. Each rank keeps as many activations as rank 0 of
+    1F1B, as Claim counts them.
     """
     p, m = num_stages, num_microbatches
-    # In the "IF"s, `rank` Is leave their Ws for later. From then on, each W is that of `rank`
-    # microbatches before. When no F is left, "IWF" adds I and W, and when no I is left, only W.
-    return _schedule(p, m, lambda rank: "F" * (p - rank) + "IF" * rank + "IWF" * m)
+    return _schedule(p, m, lambda rank: _deferring(p - rank, rank, max(m, p)))
 
 
 def zb_h2(num_stages, num_microbatches):
@@ -562,38 +540,62 @@ def zb_h2(num_stages, num_microbatches):
         rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3        p = 2, m = 4
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
+    After F0, 2(p-r-1) slots pass on rank r until its gradient arrives, because it goes through
+    p-r-1 more ranks, and the gradient comes back through them. Forwards fill these slots. Rank r
+    begins r slots after rank 0, and so also ends r slots later, but its last I is r slots earlier.
+    So 2r Ws are deferred.
+
     A rank can begin its next step while others finish this one, unless its update needs the norm of
     all gradients. In the paper, ranks update first, and redo the update if the norm was too large.
     """
     p, m = num_stages, num_microbatches
-    # After F0, 2(p-r-1) slots pass until its gradient is here: it goes to p-r-1 more ranks, and
-    # the gradient comes back through them. Forwards fill these slots. As in zb_h1(), the "IF"s
-    # leave Ws for later.
-    return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
+    n = max(m, 2 * p - 1)
+    return _schedule(p, m, lambda rank: _deferring(2 * (p - rank) - 1, 2 * rank, n))
+
+
+def _deferring(warmup, deferred, n):
+    """Spell a row that has `warmup` forwards before its first I, and then leaves `deferred` Ws.
+
+    n: the number of microbatches, or as many as such a row needs, if there are fewer. _actions()
+    then leaves out the rest.
+    """
+    letters = "F" * warmup
+    letters += "IF" * deferred
+    letters += "IWF" * (n - warmup - deferred)  # each W is that of `deferred` microbatches before
+    letters += "IW" * warmup  # no F is left
+    letters += "W" * deferred
+    return letters
 
 
 def zb_v(num_stages, num_microbatches):
     """Two chunks on each rank: the route goes down the ranks and up again, like a V.
 
-    If F = I = W and m >= 2p, no rank waits once it has begun. No rank holds more activations than
-    rank 0 of 1F1B. Rank 0 has the first and last layers, so backward begins there. p = 2, m = 4:
+    If F = I = W and m >= 2p, no rank waits once it has begun. No rank keeps more activations than
+    rank 0 of 1F1B, as Claim counts them. Rank 0 has the first and last layers, so backward begins
+    there. p = 2, m = 4:
 
         rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
     """
     p, m = num_stages, num_microbatches
+    n = max(m, 2 * p)  # as in _deferring()
 
     def letters(rank):
-        # F0 goes down and, as f0, up again. It is back here 2(p - rank) - 1 slots after F0 began.
-        # Then f0 has `rank` more stages to go, and its gradient comes down as many.
-        warmup = "F" * (2 * (p - rank) - 1) + "fF" * rank
-        # Each f is followed by its i and w, so that no more activations are held, until gradients
-        # have been down chunk 1, and arrive for chunk 0.
-        warmup += "fiw" * (p - rank)
-        # at least p rounds, or some Fs would be missing if m < 2p; surplus letters are skipped
-        steady = "FIWfiw" * max(m - p, p)
-        cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # no rank waits for a W
-        return warmup + steady + cooldown
+        below = p - rank - 1  # ranks that F0 still goes down
+        # F0 passes them twice, on its way down and, as f0, up. Fs fill the time until it is back.
+        row = "F" * (2 * below + 1)
+        # f0 has `rank` more stages to go, and its gradient comes back through as many.
+        row += "fF" * rank
+        # From now on an i and a w follow each f, so that no more activations are kept, until the
+        # first gradient has been down chunk 1 and up chunk 0. On the last rank this takes a round
+        # of three slots. Each rank further up needs a round more: its i0 is a slot earlier, and its
+        # I0 at least one later.
+        row += "fiw" * (below + 1)
+        row += "FIWfiw" * (n - 2 * p + rank + 1)  # all that a microbatch needs, until no F is left
+        row += "IWfiw" * below  # until no f is left
+        # p Is and `rank` is are left. Other ranks wait for these, and none for a W.
+        row += "Ii" * rank + "IW" * (below + 1) + "w" * rank + "W" * rank
+        return row
 
     return _schedule(p, m, letters, [_down_and_up(p)])
 
@@ -606,13 +608,100 @@ def _down_and_up(p):
 def forward_only(num_stages, num_microbatches, route=None):
     """Evaluation: only the forwards, along one route. Pipeline keeps none of their graphs."""
     route = route or [(rank, 0) for rank in range(num_stages)]
-    # microbatch i is at route[index] at time i + index
-    turns = [(i + index, index, i) for i in range(num_microbatches) for index in range(len(route))]
     rows = [[] for _ in range(num_stages)]
-    for _, index, microbatch in sorted(turns):
-        rank, chunk = route[index]
-        rows[rank].append(Action("F", microbatch, chunk))
+    for time in range(num_microbatches + len(route) - 1):
+        for index, (rank, chunk) in enumerate(route):
+            if 0 <= time - index < num_microbatches:  # this microbatch is here at this time
+                rows[rank].append(Action("F", time - index, chunk))
     return Schedule(rows, [route])
+
+
+# ---- what the schedules cost ---------------------------------------------------------------------
+#
+# The formulas of claim() for the bubble. F, B, I and W are a microbatch's times on a rank:
+#
+#     naive          The other p - 1 ranks work on each microbatch, one after another.
+#     gpipe, 1f1b    The last rank waits for its first input, (p-1)F, and at the end until the last
+#                    gradient has reached rank 0, (p-1)B.
+#     interleaved    The same for chunks, which take 1/v of the time.
+#     zb-h1, zb-h2   The last rank begins at (p-1)F, and works without a pause. By the end of its
+#                    last I, it has done its work, m(F+B), but for n Ws: those that it has deferred,
+#                    and one. The last gradient takes (p-1)I to go through the other ranks, and
+#                    rank 0 ends with a W. Rank 0 began at 0 and has as much work, so it was idle
+#                    for (p-1)F - nW + (p-1)I + W. In zb-h1 n = p, and this is (p-1)(F+I-W). In
+#                    zb-h2 n = 2p - 1, and it is (p-1)(F+I-2W).
+#     zb-v           The same with halves of F, I and W, and n = 2p - 1: (p-1)(F+I-2W)/2. But here,
+#                    the last rank pauses once. Its first gradient comes (p-1)(F+I)/2 after its
+#                    forward of this microbatch, and in between it has 2(p-1) forwards of F/2 to do.
+#                    The pause, (p-1)(I-F)/2, brings the sum to (p-1)(I-W).
+
+
+class Claim(NamedTuple):
+    """What a schedule costs.
+
+    bubble: the idle time of the rank that waits longest, in the unit of the times that claim() is
+        given. In zb-h2 and zb-v, it is that between a rank's first and last action, because ranks
+        begin the next step while others finish this one.
+    peak: the most activations that a rank keeps at a time. Those of a microbatch in 1/p of the
+        model's layers count as 1, from F to B or W. After an I, layers keep other tensors for W,
+        which count the same: the inputs and output gradients of the deferred products, 32 s b h
+        bytes in a layer of GPT in 16 bits. Before it, they keep 34 s b h and the attention's scores
+        (Qi et al.), or much less if they recompute them. In this case, schedules with I and W need
+        more memory than peak says.
+    holds: whether the bubble holds for these p and m.
+    """
+
+    bubble: float
+    peak: float
+    holds: bool
+
+
+def claim(
+    name, num_stages, num_microbatches, num_chunks=2, rank=0, forward=1.0, backward=2.0, weight=1.0
+):
+    """Return what a schedule of SCHEDULES costs by the formulas above.
+
+    num_chunks: what the caller of interleaved() chooses.
+    rank: whose peak it is. In 1f1b and interleaved later ranks keep less; else all keep the same.
+    forward, backward, weight: a microbatch's times in all layers of a rank (dualpipe: in one
+        chunk); weight is the part of backward that is W. Experts do not defer it
+        (expert_parallel.py), so with them W is the time of the other layers' products alone. The
+        comments say for which times the bubble holds.
+
+    If m < 2p, the peak of zb-v is an upper bound.
+    """
+    p = num_stages
+    m = num_microbatches
+    v = num_chunks
+    F = forward
+    B = backward
+    W = weight
+    I = B - W
+    begun = min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)  # the warm-up, and one more chunk
+    claims = {
+        # for any times
+        "naive": Claim((p - 1) * m * (F + B), 1, True),
+        "gpipe": Claim((p - 1) * (F + B), m, True),
+        "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
+        "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
+        # if W <= F and W <= I
+        "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
+        "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
+        # if W <= F <= I
+        "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
+        # upper bounds: see "DualPipe"
+        "dualpipe": Claim(
+            (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
+        ),
+        "dualpipe-v": Claim((p - 1) * (F + 2 * B - 3 * W) / 2, p + 1 / 2, m >= 2 * p),
+    }
+    return claims[name]
+
+
+def pipeline_bytes(rank, num_stages, num_microbatches, microbatch_bytes):
+    """Return the bytes that a rank with one chunk sends to its neighbours in a step."""
+    boundaries = (rank < num_stages - 1) + (rank > 0)
+    return boundaries * num_microbatches * microbatch_bytes
 
 
 # ---- simulator -----------------------------------------------------------------------------------
@@ -634,32 +723,27 @@ class Timeline:
 def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     """Time a schedule. Every rank does its actions in order, each as soon as its input has arrived.
 
-    forward, backward: times of F and B of one chunk. weight: the part of B that is W. A Pair takes
-    F + B, as if one came after the other. message: the time a tensor travels between ranks. Raises
-    ValueError where in_order() does.
+    forward, backward: times of F and B of one chunk. weight: the part of B that is W. message: the
+    time a tensor travels between ranks. Raises ValueError where in_order() does.
     """
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     start = [{} for _ in schedule]
     end = [{} for _ in schedule]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
     arrived = {}  # {Transfer: time}
-    for rank, item in in_order(schedule):
-        needed = [arrived[transfer] for transfer in schedule.needs(item, rank)]
-        time = max([free[rank], *needed])
-        for action in item.actions:
-            start[rank][action] = time
-            time += duration[action.kind]
-            end[rank][action] = time
-        free[rank] = time
-        for made in schedule.makes(item, rank):
-            arrived[made] = time + (message if made.destination != rank else 0)
-    rows = [schedule.actions(rank) for rank in range(len(schedule))]
-    work = [sum(duration[action.kind] for action in actions) for actions in rows]
+    for rank, action in in_order(schedule):
+        needed = [arrived[transfer] for transfer in schedule.needs[action, rank]]
+        start[rank][action] = max([free[rank], *needed])
+        free[rank] = start[rank][action] + duration[action.kind]
+        end[rank][action] = free[rank]
+        for made in schedule.makes[action, rank]:
+            arrived[made] = free[rank] + (message if made.destination != rank else 0)
+    work = [sum(duration[action.kind] for action in row) for row in schedule]
     bubble = [max(free) - busy for busy in work]
     idle = [last - min(begun.values()) - busy for last, begun, busy in zip(free, start, work)]
-    keeps = any(action.kind != "F" for actions in rows for action in actions)
+    keeps = any(action.kind != "F" for row in schedule for action in row)
     change = {"F": int(keeps), "B": -1, "I": 0, "W": -1}
-    peak = [max(accumulate(change[action.kind] for action in actions)) for actions in rows]
+    peak = [max(accumulate(change[action.kind] for action in row)) for row in schedule]
     transfers = [t for t in arrived if t.source != t.destination]
     transfers.sort(key=lambda transfer: (arrived[transfer], transfer))
     return Timeline(start, end, max(free), bubble, idle, peak, transfers)
@@ -688,10 +772,10 @@ def draw(schedule):
 #
 #     a send      once its tensor is made
 #     a receive   while fewer than p receives are pending, that is, posted and not waited for, or if
-#                 the next action needs this one or a later one. p is the number of ranks
+#                 the next action needs this one or a later one
 #
 # It waits for its oldest send when more than p are pending. These limits bound the memory that
-# messages take.
+# messages take. p is the number of ranks.
 #
 # No rank waits forever, whether a message waits for its own receive alone (gloo) or also for all
 # that its two ranks posted before it (NCCL). Proof:
@@ -714,11 +798,11 @@ SHORT = 1 / 128  # a message's time in that simulation, where a forward takes 1
 
 
 def program(schedule, rank):
-    """Yield all that a rank does in a step, in order, as (verb, Transfer or item of its row).
+    """Return all that a rank does in a step, in order: a list of (verb, Transfer or Action).
 
         receive, send   post the message of a Transfer, and go on while it travels
         wait            wait until the message is done
-        do              perform an Action, or the two of a Pair in turns
+        do              perform an Action
 
     On rank 0 of one_f_one_b(2, 2): do F0, send F0, do F1, send F1, receive B0, receive B1, wait B0,
     do B0, wait B1, do B1, wait F0, wait F1.
@@ -726,40 +810,40 @@ def program(schedule, rank):
     transfers = simulate(schedule, message=SHORT).transfers
     unposted = deque(t for t in transfers if rank in (t.source, t.destination))
     most = len(schedule)  # of sends, and of receives, that are pending
+    steps = []
     made = set()
     sent = deque()
     arriving = set()
 
-    def may_post(transfer, needed):
+    def may_post(transfer):
         if transfer.source == rank:
             return transfer in made
-        return len(arriving) < most or needed in unposted
+        return len(arriving) < most
 
     def post(needed=None):
-        """Post all transfers that may be posted. needed: what the next action needs, if known."""
-        while unposted and may_post(unposted[0], needed):
+        """Post the next transfers while they may be posted, and in any case up to `needed`."""
+        while unposted and (may_post(unposted[0]) or needed in unposted):
             transfer = unposted.popleft()
             if transfer.source == rank:
-                yield "send", transfer
+                steps.append(("send", transfer))
                 sent.append(transfer)
                 if len(sent) > most:
-                    yield "wait", sent.popleft()
+                    steps.append(("wait", sent.popleft()))
             else:
-                yield "receive", transfer
+                steps.append(("receive", transfer))
                 arriving.add(transfer)
 
-    yield from post()
-    for item in schedule[rank]:
-        for needed in schedule.needs(item, rank):
-            if needed.source != rank:  # else it comes from a chunk of this rank
-                yield from post(needed)
-                yield "wait", needed
+    post()
+    for action in schedule[rank]:
+        for needed in schedule.needs[action, rank]:
+            if needed.source != rank:  # else it comes from another chunk of this rank
+                post(needed)
+                steps.append(("wait", needed))
                 arriving.remove(needed)
-        yield "do", item
-        made.update(schedule.makes(item, rank))
-        yield from post()
-    for transfer in sent:
-        yield "wait", transfer
+        steps.append(("do", action))
+        made.update(schedule.makes[action, rank])
+        post()
+    return steps + [("wait", transfer) for transfer in sent]
 
 
 # ---- the halves of a backward --------------------------------------------------------------------
@@ -842,8 +926,8 @@ class _DeferredLinear(torch.autograd.Function):
         grad_x = grad_y @ weight.to(grad_y.dtype) if wants_x else None
         grad_bias = rows.sum(0) if wants_bias else None
         grad_weight = None
-        # The graph that has computed a weight needs its gradient in this backward, and so does a
-        # hook, which would be called with None: the rule of is_plain_leaf() in tensor_parallel.py.
+        # If a product is deferred, autograd gets no gradient of the weight in this backward. So the
+        # graph that has computed the weight must not need it, nor a hook.
         weight_can_wait = ctx.parameter.is_leaf and not ctx.parameter._backward_hooks
         if wants_weight and ctx.defer.open and weight_can_wait:
             ctx.defer.put(ctx.parameter, lambda: rows.t() @ x)
@@ -853,11 +937,10 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 class _Deferred(torch.autograd.Function):
-    """In backward, compute a deferred product and return it as the parameter's gradient.
+    """A node of autograd whose backward computes a deferred product, the parameter's gradient.
 
-    So autograd adds it to .grad and runs the hooks that wait for that, as in any backward. Autograd
-    must begin at a tensor with a graph. The scalar that forward returns is one, and has no other
-    use: torch.autograd.backward(scalar) -> backward() -> product() -> parameter.grad.
+    So autograd adds it to .grad and runs the hooks that wait for that, as in any backward. The
+    scalar that forward returns has no other use than to begin a backward at this node.
     """
 
     @staticmethod
@@ -867,16 +950,17 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        product, ctx.product = ctx.product, None  # its activations are freed after it
+        product = ctx.product
+        ctx.product = None  # so that its activations are freed after it
         return product(), None
 
 
 def _add_products(products):
     """Compute the products in one backward, so that a parameter's hooks run once."""
     # Autograd begins with the node that was made last, so products run in the order of put().
-    roots = [_Deferred.apply(*item) for item in reversed(products)]
-    products.clear()  # only a product's node still holds its activations, and frees them after it
-    torch.autograd.backward(roots)
+    scalars = [_Deferred.apply(*item) for item in reversed(products)]
+    products.clear()  # from here on only its node holds what a product needs
+    torch.autograd.backward(scalars)
 
 
 # ---- executor ------------------------------------------------------------------------------------
@@ -892,13 +976,6 @@ def _add_products(products):
 #     W   computes the deferred products and adds them to the parameters' gradients; no message
 #
 # On the last stage F also computes the loss from the output, and B begins at the loss.
-#
-# With data parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or in
-# FullyShardedDataParallel (zero.py). The wrapper reduces gradients over replicas in every backward
-# outside no_sync(). A step has a backward for each microbatch, so Pipeline runs all but the last of
-# a stage's Bs and Ws inside no_sync(), or none of them if sync_each is true. If the caller runs
-# step() in no_sync(), all of them stay inside. A W that reduces first calls start_grad_sync(). So
-# wrap stages with wait_in_backward=False, and call finish_grad_sync() of each stage after step().
 
 
 class Pipeline:
@@ -917,9 +994,7 @@ class Pipeline:
     defer: the WeightGradStore to which layers of the stages defer products.
     sync_each: reduce gradients over replicas after each microbatch, as ZeRO-2 and ZeRO-3 do.
 
-    turns, an attribute, is the Turns of the schedule's pairs, if it has any: see pair_up().
-
-    A stage may use torch.utils.checkpoint, as in the GPipe paper. DualPipe needs sum_replicas().
+    A stage may use torch.utils.checkpoint, as in the GPipe paper.
 
     Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group, or
     if a rank does not have one stage per chunk or uses PyTorch's own DDP.
@@ -935,13 +1010,12 @@ class Pipeline:
         self.loss_fn = loss_fn
         self.group = group
         self.defer = defer or WeightGradStore()
-        self.turns = Turns(device)
-        _check_schedule(schedule, self.stages, group)
+        _check_schedule(self)
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
-        actions = schedule.actions(self.rank)
+        actions = schedule[self.rank]
         self.reducing = reducing_actions(actions, self.stages, sync_each)
-        self.program = list(program(schedule, self.rank))
+        self.program = program(schedule, self.rank)
         self.training = any(action.kind != "F" for action in actions)
         # the chunks of this rank where routes begin, and where they end
         self.first_chunks = {chunk for (rank, chunk), *_ in schedule.routes if rank == self.rank}
@@ -973,40 +1047,37 @@ class Pipeline:
         self.loss_arguments = loss_arguments
         self.saved = {}  # {(microbatch, chunk): (input, GradientEdge of the output)}
         self.deferred = defaultdict(list)  # {(microbatch, chunk): [(parameter, product)]}
-        tensors = {}  # {Transfer: the tensor that an action made, or the buffer that receives it}
+        self.tensors = {}  # {Transfer: what an action made, or the buffer that receives it}
         messages = {}  # {Transfer: its message, until it is waited for}
         self.step_is_pending = len(self.schedule) > 1
         post = partial(exchange, group=self.group, async_op=True)
-
-        def do(action):
-            needed = self.schedule.needs(action, self.rank)
-            received = [tensors.pop(transfer) for transfer in needed]
-            result = self.perform(action, action in self.reducing, *received)
-            for transfer in self.schedule.makes(action, self.rank):
-                tensors[transfer] = result
-
         for verb, subject in self.program:
             if verb == "receive":
-                tensors[subject] = torch.empty(**self.like)
-                messages[subject] = post([], [(tensors[subject], subject.source)])
+                self.tensors[subject] = torch.empty(**self.like)
+                messages[subject] = post([], [(self.tensors[subject], subject.source)])
             elif verb == "send":
-                messages[subject] = post([(tensors.pop(subject), subject.destination)], [])
+                messages[subject] = post([(self.tensors.pop(subject), subject.destination)], [])
             elif verb == "wait":
                 messages.pop(subject).wait()
-            elif isinstance(subject, Pair):
-                self.turns.together(partial(do, subject.forward), partial(do, subject.backward))
             else:
-                do(subject)
+                self.do(subject)
         self.step_is_pending = False
         self.inputs = self.targets = self.loss_arguments = ()
         return self.loss
 
+    def do(self, action):
+        """Perform an action with the tensor that it needs, if any, and keep the one it makes."""
+        needed = self.schedule.needs[action, self.rank]
+        received = [self.tensors.pop(transfer) for transfer in needed]
+        result = self.perform(action, action in self.reducing, *received)
+        for transfer in self.schedule.makes[action, self.rank]:
+            self.tensors[transfer] = result
+
     def perform(self, action, reduces, received=None):
         """Perform an action on the tensor that it needs, if any, and return its result.
 
-        reduces: whether it starts to reduce gradients. Inside the caller's no_sync() none does.
+        reduces: whether it starts to reduce gradients over replicas, see "replicas of stages".
         """
-        reduces &= getattr(self.stages[action.chunk], "require_backward_grad_sync", True)
         if action.kind == "F":
             return self._forward(action, received)
         if action.kind == "W":
@@ -1050,11 +1121,67 @@ class Pipeline:
         """Run W: compute the deferred products."""
         products = self.deferred.pop(action.key)
         stage = self.stages[action.chunk]
-        if reduces and hasattr(stage, "start_grad_sync"):
+        # a wrapper's require_backward_grad_sync is false inside its no_sync()
+        if reduces and getattr(stage, "require_backward_grad_sync", False):
             # all gradients but those of these products are complete, so their reduction begins
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
         with _syncing(stage, reduces), self.defer.during():
             _add_products(products)
+
+
+def _check_schedule(pipeline):
+    """Raise ValueError on all ranks if schedules differ, or if a rank's stages do not fit."""
+    schedule = pipeline.schedule
+    stages = pipeline.stages
+    own_rank, num_stages = rank_and_size(pipeline.group)
+    num_chunks = 0
+    if own_rank < len(schedule):
+        num_chunks = 1 + max(action.chunk for action in schedule[own_rank])
+    fault = None
+    if len(stages) != num_chunks:
+        fault = f"rank {own_rank} has {len(stages)} stages for num_chunks={num_chunks}"
+    elif any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
+        fault = "torch's DistributedDataParallel reduces before the last microbatch"
+    own = type(pipeline).__name__, list(schedule), schedule.routes
+    # In a group that has only NCCL, all ranks must take part in the first operation, so this gather
+    # must precede step().
+    gathered = gather_objects((own, fault), pipeline.group)
+    if any(theirs != gathered[0][0] for theirs, _ in gathered):
+        raise ValueError("the ranks of the group have different schedules")
+    if len(schedule) != num_stages:
+        raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
+    for _, fault in gathered:
+        if fault is not None:
+            raise ValueError(fault)
+
+
+def _check_batches(pipeline, inputs, targets):
+    m = pipeline.schedule.num_microbatches
+    first, last = pipeline.first_chunks, pipeline.last_chunks
+    for name, batch, needed in (("inputs", inputs, first), ("targets", targets, last)):
+        rows = 0 if batch is None else len(batch)
+        if rows % m or needed and not rows:
+            where = f"on rank {pipeline.rank}, not a positive multiple of num_microbatches={m}"
+            raise ValueError(f"{name} has {rows} rows {where}")
+    if inputs is not None and targets is not None and len(inputs) != len(targets):
+        raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
+
+
+# ---- replicas of stages --------------------------------------------------------------------------
+#
+# With data parallelism, a stage is wrapped in DistributedDataParallel (ddp.py) or in
+# FullyShardedDataParallel (zero.py), which sums gradients over its replicas:
+#
+#     stage = DistributedDataParallel(stage, process_group=replicas, wait_in_backward=False)
+#     pipeline = Pipeline(stage, one_f_one_b(4, 8), loss_fn, shape=(2, 128, 512))
+#     loss = pipeline.step(inputs, targets)
+#     stage.finish_grad_sync()  # waits for the sums, which the last backward has begun
+#
+# The wrapper begins these sums in every backward outside its no_sync(). A step has a backward for
+# each microbatch, so Pipeline runs all but the last B or W of a stage inside no_sync(), or none of
+# them if sync_each is true. A W computes the last gradients after backward, so it first tells the
+# wrapper by start_grad_sync() which ones are to come. If the caller runs step() inside no_sync() of
+# the stage, no sums begin.
 
 
 def reducing_actions(actions, stages, sync_each=False):
@@ -1077,208 +1204,176 @@ def _syncing(stage, reduces):
     return getattr(stage, "no_sync", nullcontext)()
 
 
-def _check_schedule(schedule, stages, group):
-    """Raise ValueError on all ranks if schedules differ, or if a rank's stages do not fit."""
-    own_rank, num_stages = rank_and_size(group)
-    num_chunks = 0
-    if own_rank < len(schedule):
-        num_chunks = 1 + max(action.chunk for action in schedule.actions(own_rank))
-    fault = None
-    if len(stages) != num_chunks:
-        fault = f"rank {own_rank} has {len(stages)} stages for num_chunks={num_chunks}"
-    elif any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
-        fault = "torch's DistributedDataParallel reduces before the last microbatch"
-    # In a group that has only NCCL, all ranks must take part in the first operation, so this gather
-    # must precede step().
-    gathered = gather_objects((list(schedule), schedule.routes, fault), group)
-    if any(theirs[:2] != gathered[0][:2] for theirs in gathered):
-        raise ValueError("the ranks of the group have different schedules")
-    if len(schedule) != num_stages:
-        raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
-    for *_, fault in gathered:
-        if fault is not None:
-            raise ValueError(fault)
-
-
-def _check_batches(pipeline, inputs, targets):
-    m = pipeline.schedule.num_microbatches
-    first, last = pipeline.first_chunks, pipeline.last_chunks
-    for name, batch, needed in (("inputs", inputs, first), ("targets", targets, last)):
-        rows = 0 if batch is None else len(batch)
-        if rows % m or needed and not rows:
-            where = f"on rank {pipeline.rank}, not a positive multiple of num_microbatches={m}"
-            raise ValueError(f"{name} has {rows} rows {where}")
-    if inputs is not None and targets is not None and len(inputs) != len(targets):
-        raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
-
-
-# ---- DualPipe ------------------------------------------------------------------------------------
+# ==== DualPipe ====================================================================================
 #
 # A layer of experts (expert_parallel.py) waits while its rows travel to experts on other ranks, and
 # again while they return. DualPipe hides these messages, too: on every rank, forwards meet
 # backwards of other microbatches, and the two take turns, so that one computes while the other's
-# rows travel. It has a schedule, pairs of a forward and a backward in its rows, and Turns, which
-# runs them. In the schedules above, rows consist of single actions.
+# rows travel. A pair is such an F and the B of another chunk that follows it.
+#
+# claim() has the bubble of DeepSeek's report, (p/2-1)(X + B - 3W) for dualpipe, where X is the time
+# of a pair. It takes F + B for X. dualpipe-v is dualpipe on 2p ranks whose stages take half of the
+# time. These are upper bounds: without pairs if F <= B and W <= I, with pairs if F <= I. If F > I,
+# pairs may exceed them by up to (p/2-1)(F-I), or (p-1)(F-I)/2 in dualpipe-v. They pay if their
+# passes take less time in turns than one after the other, as they do if messages take long.
+
+# ---- two schedules for pairs ---------------------------------------------------------------------
+
+
+def dualpipe_v(num_stages, num_microbatches):
+    """ZB-V's route, in an order in which most Fs are in a pair. p = 2, m = 4:
+
+        rank 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 b2 f3 B1 b3 I2 W2 I3 W3
+        rank 1   F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 b2 B2 i3 I3 w3 W3
+
+    Raises ValueError if m < 2p.
+    """
+    p, m = num_stages, num_microbatches
+    if m < 2 * p:
+        raise ValueError(f"num_microbatches={m} is less than 2 x num_stages={p}")
+
+    # A row has eight steps. Here they stand below the first ranks of p = 3, for m = 6, if F, I and
+    # W take one slot each, and B two:
+    #
+    #     rank 0   F0F1F2F3F4f0i0w0f1i1w1f2F5b2b2f3B0B0b3b3f4..B1B1b4b4f5..B2B2b5b5I3W3I4W4I5W5
+    #              1       2   3           4           5                       6     7       8
+    #     rank 1   ..F0F1F2f0F3f1i0w0f2F4b1b1f3B0B0F5b2b2f4B1B1b3b3f5..B2B2b4b4B3B3i5I4w5I5W4W5
+    #                1   2       3     4                       5           6           7   8
+    def letters(rank):
+        below = p - rank - 1  # ranks that F0 still goes down
+        above = rank + 1  # this rank, and those that f0 still goes up
+        row = "F" * (2 * below)  # 1: until F0 has been down and, as f0, comes up again
+        row += "Ff" * above  # 2: until f0 has been up, and its gradient comes down
+        row += "iwf" * below  # 3: until the gradient of F0 comes up; see "fiw" in zb_v()
+        row += "FbfB" * (m - 2 * below - above)  # 4: the main step, until no F is left
+        row += "bfB" * below  # 5: until no f is left
+        # 6: until no b is left. The second half is divided, so that Ws are left for step 7.
+        row += ("bB" * above)[:above] + ("iI" * above)[above:]
+        # The Ws of the Is in steps 6 and 7, in the same order.
+        deferred = ("wW" * above)[above:] + "W" * below
+        for weight in deferred[:below]:
+            row += weight + "I"  # 7: until no I is left; a W fills the wait for its gradient
+        return row + deferred[below:]  # 8: the Ws that are left
+
+    return _schedule(p, m, letters, [_down_and_up(p)])
 
 
 def dualpipe(num_stages, num_microbatches):
     """Two replicas, two directions: half of the microbatches enter at rank 0, half at rank p - 1.
 
-    So on every rank forwards of one direction meet backwards of the other, and the two can overlap.
-    Chunk 0 of rank r is stage r of one replica; chunk 1 is stage p-1-r of the other. p = 4, m = 8:
+    Chunk 0 of rank r is stage r of one replica; chunk 1 is stage p-1-r of the other. Each has the
+    gradients of half of the microbatches: call sum_replicas() after a step. p = 4, m = 8:
 
         rank 0   F0 F1 F2 f4 i4 w4 f5 F3 b5 f6 B0 b6 f7 B1 b7 I2 W2 I3 W3
         rank 1   F0 f4 F1 f5 F2 b4 f6 B0 F3 b5 f7 B1 b6 B2 i7 I3 w7 W3
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    If F = I = W, the bubble is half of what claim() returns. In the paper, an F and the B after it
-    overlap and take less than F+B: see pair_up(). Raises ValueError if p or m is odd, or m < 2p.
+    Raises ValueError if p or m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
         sizes = f"num_stages={p} and num_microbatches={m}"
         raise ValueError(f"{sizes}: both must be even, and num_microbatches >= 2 x num_stages")
-    halves = range(m // 2), range(m // 2, m)
-    rows = [_actions(_dualpipe_letters(r, p, m // 2), *halves) for r in range(p)]
+    # The first p/2 ranks do what those of dualpipe_v() do. But the microbatches of chunk 0 do not
+    # come up as those of chunk 1. They go on, and the other half of them comes from rank p-1. The
+    # last p/2 ranks mirror the first: they swap chunks, and halves of the microbatches.
+    half = m // 2
+    rows = [
+        [Action(kind, i + chunk * half, chunk) for kind, i, chunk in row]
+        for row in dualpipe_v(p // 2, half)
+    ]
+    rows += [
+        [Action(kind, (i + half) % m, 1 - chunk) for kind, i, chunk in row]
+        for row in reversed(rows)
+    ]
     return Schedule(rows, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
 
 
-def dualpipe_v(num_stages, num_microbatches):
-    """DualPipe on 2p ranks, of which rank r and rank 2p-1-r are one rank here: one replica, a V.
+# ---- pairs ---------------------------------------------------------------------------------------
 
-    The two halves of DualPipe's ranks mirror each other. So p ranks that each have a stage of both
-    halves do what the first half does, on ZB-V's route. Chunk 0 is stage r, chunk 1 is stage
-    2p-1-r, and all microbatches enter at rank 0. p = 2, m = 4:
 
-        rank 0   F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 b2 f3 B1 b3 I2 W2 I3 W3
-        rank 1   F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 b2 B2 i3 I3 w3 W3
+def pairs_of(row):
+    """Return the pairs of a row, {F: B}."""
+    return {
+        first: second
+        for first, second in zip(row, row[1:])
+        if first.kind + second.kind == "FB" and first.chunk != second.chunk
+    }
 
-    Nothing is stored twice, and p may be odd. If F = I = W, the bubble is half of what claim()
-    returns. Raises ValueError if m < 2p.
+
+class PairedSchedule(list):
+    """A Schedule for simulate() and program() in which each rank does its pairs in turns.
+
+    A pair begins when the inputs of both its actions have arrived, and sends both results at its
+    end. So its F needs what either needs, and its B makes what either makes. In the simulation, the
+    B begins when the F has ended.
+
+    Ranks finish with the pairs of dualpipe(), dualpipe_v() and interleaved(). Other schedules here
+    have no pairs, as their Fs and the next Bs are of one chunk.
     """
-    p, m = num_stages, num_microbatches
-    if m < 2 * p:
-        raise ValueError(f"num_microbatches={m} is less than 2 x num_stages={p}")
-    return _schedule(p, m, lambda rank: _dualpipe_letters(rank, 2 * p, m), [_down_and_up(p)])
+
+    def __init__(self, schedule):
+        super().__init__(schedule)
+        self.needs = schedule.needs.copy()
+        self.makes = schedule.makes.copy()
+        for rank, row in enumerate(schedule):
+            for forward, backward in pairs_of(row).items():
+                first = forward, rank
+                second = backward, rank
+                self.needs[first] = schedule.needs[first] + schedule.needs[second]
+                self.needs[second] = []
+                self.makes[first] = []
+                self.makes[second] = schedule.makes[first] + schedule.makes[second]
 
 
-# A rank of DualPipe has eight steps. Capitals stand for microbatches from the end that is nearer to
-# the rank, whichever chunk they use, and small letters for those from the far end. From the nearer
-# end to this rank there are `outer` ranks, itself included, and from there to the middle `inner`
-# more, so p is twice outer + inner. Here are the steps of rank 1 of p = 8 for per_end = 8
-# microbatches from each end, where outer = inner = main = 2, and the number of forwards and
-# backwards in each step. An I counts as a backward:
-#
-#         letters     F        f      B      b
-#     1   FFFF        2 inner                        until the first f arrives
-#     2   FfFf        outer    outer                 until the gradient of the first f arrives
-#     3   iwfiwf               inner         inner   until the gradient of the first F arrives
-#     4   FbfBFbfB    main     main   main   main    until no F is left: the main step
-#     5   bfBbfB               inner  inner  inner   until no f is left
-#     6   bBiI                        outer  outer   until no b is left
-#     7   wIWI                        inner          until no I is left
-#     8   WW                                         the Ws that are left
-#
-# The numbers follow from when things arrive. Let F, I and W take one slot each, and B two:
-#
-#     1     The first F arrives after outer - 1 forwards, and the first f after p - outer. This
-#           leaves room for 2 inner + 1 Fs, the last of which belongs to step 2.
-#     2     From here, the first f goes through outer - 1 ranks, and its gradient comes back through
-#           them. This leaves room for outer - 1 more Fs and fs.
-#     3     Gradients of Fs come from the middle, where their Bs take two slots on each rank. So
-#           with each rank further out, the first one arrives two slots later, and that of the first
-#           f one slot earlier. These three slots are for i, w and f. The i comes before the w, as
-#           another rank waits for it.
-#     4-7   Each column adds up to per_end, so main = per_end - 2 inner - outer.
-#     6     The second half is divided, as in DeepSeek's code. Its gradients move on sooner, and its
-#           Ws fill step 7, in which a rank waits for each gradient. The schedule would take longer
-#           if all of step 6 were divided, or nothing.
+class PairedPipeline(Pipeline):
+    """A Pipeline that does the pairs of its schedule in turns. It takes the same arguments.
 
+    Each layer of experts, an MoE of expert_parallel.py, must be told how to let the other pass run:
 
-def _dualpipe_letters(rank, p, per_end):
-    """Spell the eight steps of a rank of DualPipe. per_end: microbatches from each end."""
-    outer = min(rank, p - 1 - rank) + 1
-    inner = p // 2 - outer
-    main = per_end - 2 * inner - outer
-    # Here, step 6 is bBbB with the second half divided: whole = bB, divided = iI.
-    backwards = "bB" * outer
-    whole = backwards[:outer]
-    divided = backwards[outer:].replace("b", "i").replace("B", "I")
-    # The Ws that the Is of steps 6 and 7 leave, in the order of the Is: wW and WW.
-    deferred = (divided + "I" * inner).replace("i", "w").replace("I", "W")
-    letters = "F" * (2 * inner) + "Ff" * outer + "iwf" * inner  # steps 1 to 3
-    letters += "FbfB" * main + "bfB" * inner + whole + divided  # steps 4 to 6
-    letters += "".join(weight + "I" for weight in deferred[:inner]) + deferred[inner:]
-    # On ranks of the second half, microbatches from the nearer end use chunk 1.
-    return letters if rank < p // 2 else letters.swapcase()
+        pipeline = PairedPipeline(stages, dualpipe_v(4, 8), loss_fn, shape=(2, 128, 512))
+        layer.hand_over = pipeline.turns.hand_over
+    """
+
+    def __init__(self, stage, schedule, loss_fn, group=None, *, device=None, **options):
+        super().__init__(stage, schedule, loss_fn, group, device=device, **options)
+        self.program = program(PairedSchedule(schedule), self.rank)
+        self.pairs = pairs_of(schedule[self.rank])
+        self.done_in_pairs = set(self.pairs.values())
+        self.turns = Turns(device)
+
+    def do(self, action):
+        if action in self.pairs:
+            backward = self.pairs[action]
+            self.turns.together(partial(super().do, action), partial(super().do, backward))
+        elif action not in self.done_in_pairs:
+            super().do(action)
 
 
 # ---- two passes in turns -------------------------------------------------------------------------
-#
-# What joins this file with expert_parallel.py is an assignment for each layer of experts, an MoE:
-#
-#     layer.hand_over = pipeline.turns.hand_over
-
-
-class Pair(NamedTuple):
-    """A forward and a backward that a rank performs in turns: see pair_up() and Turns.
-
-    A Pair begins when the inputs of both have arrived, and sends both results at its end.
-    """
-
-    forward: Action
-    backward: Action
-
-    @property
-    def actions(self):
-        return self.forward, self.backward
-
-
-def pair_up(schedule):
-    """Return a Schedule with a Pair in place of each F and the B of another chunk that follows it.
-
-    dualpipe() and dualpipe_v() are made for pairs, and no rank waits forever with them. A pair pays
-    only if its passes take less time in turns than one after the other, as they do if messages take
-    long. If F <= I, the bubbles with pairs are at most what claim() returns. Otherwise they are
-    longer by up to (p/2-1)(F-I), for dualpipe_v by up to (p-1)(F-I)/2.
-
-    interleaved() can be paired as well, but with two chunks, its last rank gets no pairs. 1F1B gets
-    none, because its F and the next B are of one chunk.
-    """
-    rows = []
-    for first, *others in schedule:
-        row = [first]
-        for action in others:
-            previous = row[-1].actions[-1]
-            if previous.kind + action.kind == "FB" and previous.chunk != action.chunk:
-                row[-1] = Pair(previous, action)
-            else:
-                row.append(action)
-        rows.append(row)
-    return Schedule(rows, schedule.routes)
 
 
 class Turns:
     """Lets a forward and a backward take turns, so that one computes while the other's rows travel.
 
-    The backward has a thread of its own, but only one of the two runs at a time. A layer that has
-    posted a message calls hand_over() before it waits for it, and the call returns when the other
-    pass has come to its own next wait, or to its end. In a backward, autograd runs the layer and so
-    calls hand_over(): on a CPU in the backward's thread, and on a GPU in a thread that autograd has
-    for the device. While this thread waits in hand_over(), no other backward can run there. So the
-    forward must not call backward(), and two backwards cannot take turns.
-
-    Ranks that run the same two passes post their messages in the same order, and a GPU has the
-    kernels of both in one stream. The backward begins, because its first message follows hardly any
-    work. Here, a layer of experts sends its rows to experts (dispatch) and back (combine), one line
-    after the other:
+    together() gives the backward a thread of its own, but only one of the two runs at a time. A
+    layer that has posted a message calls hand_over() before it waits for it. The call returns when
+    the other pass has come to its own next wait, or to its end. Here, a layer of experts sends its
+    rows to experts (dispatch) and back (combine), one line after the other:
 
         backward   posts combine's gradients
         forward    attention, router, posts dispatch        beside combine's gradients
         backward   experts, posts dispatch's gradients      beside dispatch
         forward    experts, posts combine                   beside dispatch's gradients
         backward   router, attention, the layer before      beside combine
+
+    The backward begins, because its first message follows hardly any work. Ranks that run the same
+    two passes post their messages in the same order, and a GPU has the kernels of both in one
+    stream.
+
+    On a GPU, autograd has one thread for all backwards, which waits in hand_over(), too. So the
+    forward must not call backward(), and two backwards cannot take turns.
 
     device: that of the tensors; None is PyTorch's default. Its random generators belong to the
         process, and a recomputation in the backward sets them back for a while. So each pass has
@@ -1302,11 +1397,10 @@ class Turns:
         self.states = [self._random_states(), self._random_states()]
         self.running = 2
         self.errors = []
-        modes = modes_of_thread(self.device)
-        thread = threading.Thread(target=self._run, args=(1, backward, modes), daemon=True)
+        thread = threading.Thread(target=self._run, args=(1, backward, self._modes()), daemon=True)
         thread.start()
         self.may_run[1].release()
-        self._run(0, forward, nullcontext())
+        self._run(0, forward, [])
         thread.join()
         self._set_random_states(0)
         errors = self.errors
@@ -1326,7 +1420,9 @@ class Turns:
 
     def _run(self, number, task, modes):
         try:
-            with modes:  # first, as random states are those of the thread's current device
+            with ExitStack() as stack:
+                for mode in modes:  # first, as random states are those of the current device
+                    stack.enter_context(mode())
                 self._begin_turn(number)
                 if not self.errors:
                     task()
@@ -1335,6 +1431,18 @@ class Turns:
             self.errors.append(error)
         self.running -= 1
         self.may_run[1 - number].release()
+
+    def _modes(self):
+        """Return functions for another thread, whose contexts have the modes of this thread."""
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        modes = [
+            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+            partial(torch.autocast, kind, *autocast, torch.is_autocast_cache_enabled()),
+        ]
+        if kind == "cuda":
+            modes.append(partial(torch.cuda.stream, torch.cuda.current_stream(self.device)))
+        return modes
 
     def _begin_turn(self, number):
         self.may_run[number].acquire()
@@ -1351,24 +1459,6 @@ class Turns:
         torch.set_rng_state(self.states[number][0])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(self.states[number][1], self.device)
-
-
-def modes_of_thread(device):
-    """Return a context manager, for another thread, with the modes that this thread has now."""
-    with_grad = torch.is_grad_enabled()
-    autocast = {"enabled": torch.is_autocast_enabled(device.type)}
-    autocast["dtype"] = torch.get_autocast_dtype(device.type)
-    autocast["cache_enabled"] = torch.is_autocast_cache_enabled()
-    stream = nullcontext()
-    if device.type == "cuda":
-        stream = torch.cuda.stream(torch.cuda.current_stream(device))
-
-    @contextmanager
-    def modes():
-        with torch.set_grad_enabled(with_grad), torch.autocast(device.type, **autocast), stream:
-            yield
-
-    return modes()
 
 
 # ---- replicas ------------------------------------------------------------------------------------
@@ -1400,27 +1490,7 @@ def sum_replicas(stages, group=None):
             grad.add_(part.view_as(grad))
 
 
-# ---- what the schedules cost ---------------------------------------------------------------------
-#
-# claim() has formulas for the idle time of the rank that waits longest. If F, B, I and W are a
-# microbatch's times on a rank, they are derived like this, but for dualpipe's, which is quoted:
-#
-#     naive          The other p - 1 ranks work on each microbatch, one after another.
-#     gpipe, 1f1b    The last rank waits for its first input, (p-1)F, and at the end until the last
-#                    gradient has reached rank 0, (p-1)B.
-#     interleaved    The same for chunks, which take 1/v of the time.
-#     zb-h1, zb-h2   The last rank begins at (p-1)F, and works without a pause. By the end of its
-#                    last I, it has done its work, m(F+B), but for n deferred Ws: n = p in zb-h1,
-#                    2p - 1 in zb-h2. The gradient takes (p-1)I to go through the other ranks, and
-#                    rank 0 ends with a W, at (p-1)F + m(F+B) - nW + (p-1)I + W. It began at 0, and
-#                    its own work is m(F+B), too. So it was idle for (p-1)(F+I) + W - nW.
-#     zb-v           The same with halves of F, I and W, and n = 2p - 1: (p-1)(F+I)/2 + W/2 - nW/2.
-#                    But here, the last rank pauses once. Its first gradient comes (p-1)(F+I)/2
-#                    after its forward of this microbatch, and in between it has 2(p-1) forwards of
-#                    F/2 to do. The pause, (p-1)(I-F)/2, brings the sum to (p-1)(I-W).
-#     dualpipe       The report has (p/2-1)(X + B - 3W), where X is the time of an F and a B in a
-#                    pair, at most F + B.
-#     dualpipe-v     That of dualpipe on 2p ranks, whose stages take half of the time.
+# ==== names and command ===========================================================================
 
 # The names by which the command and hybrid.py know the schedules.
 SCHEDULES = {
@@ -1439,71 +1509,6 @@ SCHEDULES = {
 # of dualpipe have two chunks, but each is a whole share, of another replica of the model.
 NUM_CHUNKS = dict.fromkeys(SCHEDULES, 1) | {"interleaved": None, "zb-v": 2, "dualpipe-v": 2}
 
-# In zb-h2 and zb-v, ranks begin the next step while others finish this one. So claim() counts their
-# idle time from a rank's first to its last action only.
-STAGGERED = "zb-h2", "zb-v"
-
-
-class Claim(NamedTuple):
-    """What a schedule costs a rank.
-
-    bubble: the rank's idle time, in the unit of the times that claim() is given.
-    peak: the most activations that it holds at a time, from F to B or W. The unit is those of a
-        microbatch in 1/p of the model's layers.
-    holds: whether the bubble holds for these p and m.
-    """
-
-    bubble: float
-    peak: float
-    holds: bool
-
-
-def claim(
-    name, num_stages, num_microbatches, num_chunks=2, rank=0, forward=1.0, backward=2.0, weight=1.0
-):
-    """Return what a schedule of SCHEDULES costs by the formulas above.
-
-    num_chunks: what the caller of interleaved() chooses. rank: the peak is largest on rank 0.
-    forward, backward, weight: a microbatch's times in all layers of a rank (dualpipe: in one
-        chunk); weight is the part of backward that is W. Experts do not defer it
-        (expert_parallel.py), so with them W is the time of the other layers' products alone. The
-        comments say for which times the bubble holds.
-
-    If m < 2p, the peak of zb-v is an upper bound.
-    """
-    p = num_stages
-    m = num_microbatches
-    v = num_chunks
-    F = forward
-    B = backward
-    W = weight
-    I = B - W
-    begun = min(2 * (p - rank - 1) + (v - 1) * p + 1, m * v)  # the warm-up, and one more chunk
-    claims = {
-        # for any times
-        "naive": Claim((p - 1) * m * (F + B), 1, True),
-        "gpipe": Claim((p - 1) * (F + B), m, True),
-        "1f1b": Claim((p - 1) * (F + B), min(m, p - rank), True),
-        "interleaved": Claim((p - 1) * (F + B) / v, begun / v, m % p == 0),
-        # if W <= F and W <= I
-        "zb-h1": Claim((p - 1) * (F + B - 2 * W), min(m, p), m >= p),
-        "zb-h2": Claim((p - 1) * (F + B - 3 * W), min(m, 2 * p - 1), m >= 2 * p - 1),
-        # if W <= F <= I
-        "zb-v": Claim((p - 1) * (I - W), min(m, p), m >= 2 * p),
-        # upper bounds, if F <= B and W <= I; see pair_up() for pairs
-        "dualpipe": Claim(
-            (p / 2 - 1) * (F + 2 * B - 3 * W), p + 1, m >= 2 * p and p % 2 == m % 2 == 0
-        ),
-        "dualpipe-v": Claim((p - 1) * (F + 2 * B - 3 * W) / 2, p + 1 / 2, m >= 2 * p),
-    }
-    return claims[name]
-
-
-def pipeline_bytes(rank, num_stages, num_microbatches, microbatch_bytes):
-    """Return the bytes that a rank with one chunk sends to its neighbours in a step."""
-    boundaries = (rank < num_stages - 1) + (rank > 0)
-    return boundaries * num_microbatches * microbatch_bytes
-
 
 def measure(name, num_stages, num_microbatches):
     """Return (bubble, peak, total time) of a simulation with F = I = W = 1, and 2 chunks if any.
@@ -1513,11 +1518,8 @@ def measure(name, num_stages, num_microbatches):
     schedule = SCHEDULES[name](num_stages, num_microbatches)
     v = NUM_CHUNKS[name] or 2
     timeline = simulate(schedule, 1 / v, 2 / v, weight=1 / v)
-    bubble = max(timeline.idle if name in STAGGERED else timeline.bubble)
+    bubble = max(timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble)
     return bubble, max(timeline.peak) / v, timeline.total
-
-
-# ---- demonstration -------------------------------------------------------------------------------
 
 
 def _demonstrate():
@@ -1549,33 +1551,24 @@ def _demonstrate():
 
     run("gpipe_step()", lambda: gpipe_step(stage, *microbatches, loss_fn))
     run("one_f_one_b_step()", lambda: one_f_one_b_step(stage, *microbatches, loss_fn))
-    for name in ("gpipe", "1f1b", "zb-h1"):
+    names = "gpipe", "1f1b", "zb-h1"
+    for name in names:
+        schedule = SCHEDULES[name](world_size, m)
         if rank == 0:
-            print(f"\n{name}")
-            _show(name, world_size, m)
-        pipeline = Pipeline(stage, SCHEDULES[name](world_size, m), loss_fn, defer=store, **like)
+            print(f"\n{name}\n{draw(schedule)}")
+        pipeline = Pipeline(stage, schedule, loss_fn, defer=store, **like)
         run("Pipeline", lambda: pipeline.step(inputs, targets))
+    if rank == 0:
+        print()
+        _print_costs(names, world_size, m)
 
 
-PAIRED = "claimed for F and B in pairs, which send together; simulated without pairs"
-
-
-def _show(name, num_stages, num_microbatches):
-    print(draw(SCHEDULES[name](num_stages, num_microbatches)))
-    bubble, peak, _ = measure(name, num_stages, num_microbatches)
-    claimed = claim(name, num_stages, num_microbatches)
-    text = f"claimed {claimed.bubble:g}" if claimed.holds else "no formula"
-    print(f"bubble if F = I = W = 1: {text}, simulated {bubble:g}")
-    if claimed.holds and claimed.bubble > bubble:
-        print(PAIRED)
-    print(f"peak activations, in microbatches: claimed {claimed.peak:g}, simulated {peak:g}")
-
-
-def _compare(num_stages, num_microbatches):
+def _print_costs(names, num_stages, num_microbatches):
+    """Print a table of what schedules cost, by claim() and by measure()."""
     print(f"{num_stages} stages, {num_microbatches} microbatches; F = 1, B = 2, of which W = 1\n")
     print(f"{'':12}{'bubble':>18}{'peak activations':>24}{'total':>9}")
     print(f"{'':12}{'claimed simulated':>18}{'claimed simulated':>24}")
-    for name in SCHEDULES:
+    for name in names:
         try:
             bubble, peak, total = measure(name, num_stages, num_microbatches)
         except ValueError as error:
@@ -1584,8 +1577,8 @@ def _compare(num_stages, num_microbatches):
         claimed = claim(name, num_stages, num_microbatches)
         text = f"{claimed.bubble:.1f}" if claimed.holds else "-"
         print(f"{name:12}{text:>8}{bubble:10.1f}{claimed.peak:14.1f}{peak:10.1f}{total:9.1f}")
-    print(f"\ndualpipe, dualpipe-v: {PAIRED}")
-    print("-: the formula does not hold for so few microbatches")
+    print("\n-: the formula does not hold for so few microbatches")
+    print("dualpipe, dualpipe-v: claimed for F and B in pairs, simulated without pairs")
 
 
 def main():
@@ -1598,13 +1591,15 @@ def main():
     for flag, number in (("--stages", args.stages), ("--microbatches", args.microbatches)):
         if number < 1:
             parser.error(f"{flag} {number} is less than 1")
-    if args.schedule is None:
-        _compare(args.stages, args.microbatches)
-        return
-    try:
-        _show(args.schedule, args.stages, args.microbatches)
-    except ValueError as error:
-        parser.error(str(error))
+    names = SCHEDULES
+    if args.schedule is not None:
+        names = [args.schedule]
+        try:
+            schedule = SCHEDULES[args.schedule](args.stages, args.microbatches)
+        except ValueError as error:
+            parser.error(str(error))
+        print(draw(schedule) + "\n")
+    _print_costs(names, args.stages, args.microbatches)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from expert_parallel import MoE
 from layouts import MOE_SIZES, ON_NODES, assert_trains_as_a_loop_does, make_trainer, own_batch
 from layouts import soak_but
 from pipeline import (
-    SCHEDULES, SHORT, Action, Pair, Pipeline, Schedule, Turns, claim, dualpipe_v, interleaved,
-    pair_up, program, simulate,
+    SCHEDULES, SHORT, Action, PairedPipeline, PairedSchedule, Pipeline, Schedule, Turns, claim,
+    dualpipe_v, interleaved, pairs_of, program, simulate,
 )
 from ranks import on_ranks, shifted, spawn
 
@@ -34,13 +34,12 @@ SIZES = [row for row in SIZES if row[0] == "dualpipe-v" or row[1] % 2 == row[2] 
 
 def test_a_pair_is_a_forward_and_the_backward_of_another_chunk_as_in_pytorchs_dualpipe_v():
     for p, m in ((1, 2), (2, 4), (3, 6), (4, 8), (4, 13), (8, 24)):
-        schedule = pair_up(dualpipe_v(p, m))
+        schedule = dualpipe_v(p, m)
         sizes = {"group_size": p, "group_rank": 0, "num_stages": 2 * p}
         stages = [MagicMock(stage_index=i, is_first=i == 0, **sizes) for i in (0, 2 * p - 1)]
         theirs = pipelining.ScheduleDualPipeV(stages, m, loss_fn=print).pipeline_order
         for rank in range(p):
-            assert schedule.actions(rank) == dualpipe_v(p, m)[rank]
-            found = [[*item] for item in schedule[rank] if isinstance(item, Pair)]
+            found = [[*pair] for pair in pairs_of(schedule[rank]).items()]
             assert all(f.kind + b.kind == "FB" and f.chunk != b.chunk for f, b in found)
             chunk_of = {rank: 0, 2 * p - 1 - rank: 1}
             pairs = [action.sub_actions for action in filter(None, theirs[rank])]
@@ -53,7 +52,7 @@ def test_a_pair_is_a_forward_and_the_backward_of_another_chunk_as_in_pytorchs_du
 
 def test_paired_schedules_finish_with_the_bubble_and_the_peak_of_the_table():
     for name, p, m in SIZES:
-        schedule = pair_up(SCHEDULES[name](p, m))
+        schedule = PairedSchedule(SCHEDULES[name](p, m))
         parts = 2 if name == "dualpipe-v" else 1
         for F, B, W in (1, 2, 1), (1, 2, 0.5), (1, 3, 1), (0.5, 2, 1):
             timeline = simulate(schedule, F / parts, B / parts, weight=W / parts)
@@ -70,42 +69,42 @@ def test_paired_schedules_finish_with_the_bubble_and_the_peak_of_the_table():
 
 def test_passes_of_one_chunk_are_no_pair_and_a_pair_that_waits_for_itself_cannot_finish():
     for name in "naive", "gpipe", "1f1b", "zb-h1", "zb-h2":
-        assert pair_up(SCHEDULES[name](3, 6)) == SCHEDULES[name](3, 6)
+        assert not any(map(pairs_of, SCHEDULES[name](3, 6)))
     for p, m in (1, 2), (2, 4), (4, 8), (4, 12):
         alone = interleaved(p, m)
-        paired = pair_up(alone)
-        assert simulate(paired).total == simulate(alone).total
-        found = [sum(isinstance(item, Pair) for item in row) for row in paired]
+        assert simulate(PairedSchedule(alone)).total == simulate(alone).total
+        found = [len(pairs_of(row)) for row in alone]
         assert found[-1] == 0 and all(found[:-1])
-    row = [Action(kind, microbatch) for kind in "FB" for microbatch in range(2)]
-    schedule = Schedule([row, row])
+    cells = "F0 f0 F1 b0 B0 f1 b1 B1".split()
+    row = [Action(kind.upper(), int(number), int(kind.islower())) for kind, number in cells]
+    schedule = Schedule([row, row], interleaved(2, 2).routes)
     simulate(schedule)
-    # The B0 of this pair comes after rank 1's F1, which waits for the pair's F1.
-    schedule = Schedule([[row[0], Pair(row[1], row[2]), row[3]], row])
+    # The b0 of rank 0's pair needs that of rank 1, which comes after rank 1's F1, and this F1 needs
+    # the pair's F1.
     with pytest.raises(ValueError, match="cannot finish: rank 0 at F1, rank 1 at F1 waiting"):
-        simulate(schedule)
+        simulate(PairedSchedule(schedule))
 
 
 def test_a_pair_waits_for_both_inputs_and_then_sends_both_results():
-    schedule = pair_up(dualpipe_v(2, 4))
-    short = lambda verb, of: [a[:2] for a in of.actions] if verb == "do" else of.action[:2]
+    schedule = PairedSchedule(dualpipe_v(2, 4))
+    short = lambda verb, of: of[:2] if verb == "do" else of.action[:2]
     steps = lambda rank: [(verb, short(verb, of)) for verb, of in program(schedule, rank)]
     own, others = steps(0), steps(1)
-    pair = ("do", [("F", 3), ("B", 1)])
-    begin = own.index(pair)
-    assert own[begin + 1] == ("send", ("B", 1))
-    assert own.index(("send", ("F", 3))) > begin + 1
-    waited = [step for step in others[: others.index(pair)] if step[0] == "wait"]
+    pair = [("do", ("F", 3)), ("do", ("B", 1))]
+    begin = own.index(pair[0])
+    assert own[begin : begin + 3] == [*pair, ("send", ("B", 1))]
+    assert own.index(("send", ("F", 3))) > begin + 2
+    begin = others.index(pair[0])
+    assert others[begin : begin + 2] == pair
+    waited = [step for step in others[:begin] if step[0] == "wait"]
     assert waited[-2:] == [("wait", ("F", 3)), ("wait", ("B", 1))]
 
 
 @on_ranks(2)
 def test_ranks_that_pair_different_passes_are_told_so():
-    schedule = dualpipe_v(2, 4)
-    if dist.get_rank() == 1:
-        schedule = pair_up(schedule)
+    make = PairedPipeline if dist.get_rank() == 1 else Pipeline
     with pytest.raises(ValueError, match="the ranks of the group have different schedules"):
-        Pipeline([torch.nn.Identity()] * 2, schedule, None, shape=(1,))
+        make([torch.nn.Identity()] * 2, dualpipe_v(2, 4), None, shape=(1,))
 
 
 # ---- turns ---------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ from collectives import count_bytes, dist, gather_objects, observe, rank_and_siz
 from ddp import DistributedDataParallel
 from gpu_counts import batches, nccl_over_gloo, waits
 from pipeline import (
-    NUM_CHUNKS, SCHEDULES, SHORT, Action, DeferredLinear, Pipeline, Schedule, WeightGradStore,
-    claim, draw, dualpipe, dualpipe_v, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b,
-    one_f_one_b_step, pair_up, pipeline_bytes, program, schedule_step, simulate, sum_replicas,
+    NUM_CHUNKS, SCHEDULES, SHORT, Action, DeferredLinear, PairedSchedule, Pipeline, Schedule,
+    WeightGradStore, claim, draw, dualpipe, dualpipe_v, forward_only, gpipe, gpipe_step, interleaved,
+    one_f_one_b, one_f_one_b_step, pipeline_bytes, program, schedule_step, simulate, sum_replicas,
     zb_h1, zb_h2, zb_v,
 )
 from ranks import on_ranks, run, shifted, soak
@@ -153,9 +153,17 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     pictures = [row.removeprefix(f"rank {r}  ") for r, row in enumerate(draw(example).splitlines())]
     rows = re.findall(r"#     rank \d   (.*\d)        ([.FB\d]+)\n", inspect.getsource(pipeline))
     assert rows == [(" ".join(map(small, row)), drawn) for row, drawn in zip(example, pictures)]
-    steps = re.findall(r"\n#     \d   ([FBIWfbiw]+)  ", inspect.getsource(pipeline))
-    letters = [a.kind.lower() if a.chunk else a.kind for a in dualpipe(8, 16)[1]]
-    assert len(steps) == 8 and "".join(steps) == "".join(letters)
+    drawn = draw(dualpipe_v(3, 6)).splitlines()
+    source = inspect.getsource(dualpipe_v)
+    steps = re.findall(r"#     (rank \d)   (\S+)\n    #    ([ 1-8]+)\n", source)
+    assert [f"{rank}  {row}" for rank, row, _ in steps] == drawn[:2]
+    rounds = [["F" * 4, "Ff", "iwfiwf", "FbfB", "bfBbfB", "bI", "WIWI", "W"],
+              ["FF", "FfFf", "iwf", "FbfBFbfB", "bfB", "bBiI", "wI", "WW"]]
+    for (_, row, marks), expected in zip(steps, rounds, strict=True):
+        begins = [marks.index(mark) - len(" rank 0   ") for mark in "12345678"]
+        cells = [row[begin:end] for begin, end in zip(begins, [*begins[1:], None])]
+        cells = [re.sub(r"([Bb]\d)\1", r"\1", cell) for cell in cells]  # a B takes two slots
+        assert [re.sub(r"[.\d]", "", cell) for cell in cells] == expected
     pictures = re.findall(r"rank \d   ([FB|<>() ]+)\n", one_f_one_b_step.__doc__)
     for picture, row in zip(pictures, one_f_one_b(3, 5), strict=True):
         assert re.findall("[FB]", picture) == [action.kind for action in row]
@@ -184,16 +192,16 @@ def test_the_command_compares_schedules_and_draws_one(monkeypatch, capsys):
         row = next(line for line in compared if line.startswith(name))
         claimed, simulated, peak, held = map(float, row.split()[1:5])
         v = NUM_CHUNKS[name] or 2
-        in_pairs = max(simulate(pair_up(SCHEDULES[name](4, 8)), 1 / v, 2 / v, weight=1 / v).bubble)
+        paired = PairedSchedule(SCHEDULES[name](4, 8))
+        in_pairs = max(simulate(paired, 1 / v, 2 / v, weight=1 / v).bubble)
         assert peak == held and (claimed == simulated or claimed == in_pairs > simulated)
-    paired = "dualpipe, dualpipe-v: claimed for F and B in pairs, which send together; simulated w"
-    assert compared[-2].startswith(paired)
+    assert compared[-1].startswith("dualpipe, dualpipe-v: claimed for F and B in pairs, simulated ")
     few = told("--microbatches", "2")
     assert re.search("^zb-h1 +- +5.0 ", few, re.MULTILINE)
-    assert few.endswith("\n-: the formula does not hold for so few microbatches\n")
-    drawn = told("--schedule", "zb-h2", "--microbatches", "6")
-    assert drawn.startswith("rank 0  F0F1F2F3F4F5") and "pairs" not in drawn
-    assert "\nclaimed for F and B in pairs" in told("--schedule", "dualpipe-v")
+    assert "\n-: the formula does not hold for so few microbatches\n" in few
+    drawn = told("--schedule", "zb-h2", "--microbatches", "7")
+    assert drawn.startswith("rank 0  F0F1F2F3F4F5")
+    assert "\nzb-h2 " in drawn and "1f1b" not in drawn
     with pytest.raises(SystemExit, match="2"):
         told("--schedule", "dualpipe", "--stages", "3")
     assert "num_stages=3" in capsys.readouterr().err.splitlines()[-1]
@@ -240,7 +248,7 @@ def _receives_posted_late(schedule, order, message=0.05):
     """Count receives that wait in a rank's queue behind a send produced after they could arrive."""
     end, late = simulate(schedule, message=message).end, 0
     ends = [(rank, *item) for rank, times in enumerate(end) for item in times.items()]
-    made = {t: moment for rank, a, moment in ends for t in schedule.makes(a, rank)}
+    made = {t: moment for rank, a, moment in ends for t in schedule.makes[a, rank]}
     for rank in range(len(schedule)):
         ready = 0.0  # the time at which all sends so far have been produced
         for transfer in order:
@@ -496,12 +504,11 @@ def test_a_schedule_is_not_run_with_fewer_or_more_microbatches_than_it_has():
 @several_schedules
 @on_ranks(lambda p, **_: p)
 def test_any_schedule_step_by_step_gives_the_bits_of_the_executor(name, p):
-    """Of a Pair, the forward is done before the backward, and both results are sent after it."""
     for m in [m for size, m in _sizes_of(name) if size == p][1:2]:
         plain, _, inputs, targets, schedule = _plain_problem(name, p, m, torch.float32)
         stages = copy.deepcopy(plain)
         batch = inputs.chunk(m), targets.chunk(m)
-        losses = schedule_step(plain, pair_up(schedule), *batch, _loss, batch[0][0])
+        losses = schedule_step(plain, schedule, *batch, _loss, batch[0][0])
         loss = Pipeline(stages, schedule, _loss, shape=batch[0][0].shape).step(inputs, targets)
         assert loss == (sum(losses) if losses else None)
         pairs = zip(nn.ModuleList(plain).parameters(), nn.ModuleList(stages).parameters())
@@ -847,16 +854,16 @@ def test_the_demonstration_draws_the_schedules_and_prints_the_costs_of_the_table
     with patch.dict("os.environ", RANK=""):  # as under torchrun; else it is a command
         printed = demonstration(pipeline)
     expected = {"gpipe": (6, 8), "1f1b": (6, 3), "zb-h1": (2, 3)}  # the bubble and the peak
-    plain, *parts = printed.strip().split("\n\n")
+    plain, *parts, _, table, _ = printed.strip().split("\n\n")
     first, error, second, other_error = plain.splitlines()
     claim = f"rank 0 sent {16 * 32 * 8} bytes, claimed {16 * 32 * 8}"
     assert [first, second] == [f"gpipe_step(): {claim}", f"one_f_one_b_step(): {claim}"]
     assert max(float(error.split()[-1]), float(other_error.split()[-1])) < 1e-12
-    for (name, (bubble, peak)), part in zip(expected.items(), parts, strict=True):
-        first, *drawing, bubbles, peaks, sent, error = part.splitlines()
+    rows = [row.split()[:5] for row in table.splitlines()[2:]]
+    assert rows == [[name, *[f"{x}.0" for x in (b, b, k, k)]] for name, (b, k) in expected.items()]
+    for name, part in zip(expected, parts, strict=True):
+        first, *drawing, sent, error = part.splitlines()
         assert first == name and drawing == draw(SCHEDULES[name](3, 8)).splitlines()
-        assert bubbles.endswith(f": claimed {bubble}, simulated {bubble}")
-        assert peaks.endswith(f": claimed {peak}, simulated {peak}")
         assert sent == f"Pipeline: {claim}"
         assert float(error.split()[-1]) < 1e-12
 
@@ -867,6 +874,7 @@ class Synced(DeferredLinear):
     def __init__(self, store):
         super().__init__(4, 4, defer=store)
         self.events, self.inside = [], False
+        self.require_backward_grad_sync = True
         self.weight.register_post_accumulate_grad_hook(
             lambda _: None if store.open else self.note("gradient", self.inside, store.accumulates)
         )
@@ -980,7 +988,7 @@ def test_steps_inside_no_sync_send_no_gradients_and_add_up_to_those_of_one_proce
             assert not traffic.bytes("all_reduce") + traffic.bytes("reduce_scatter_single")
             executor.step(*last, 1)
             for chunk, stage in enumerate(stages):
-                kinds = [action.kind for action in schedule.actions(rank) if action.chunk == chunk]
+                kinds = [action.kind for action in schedule[rank] if action.chunk == chunk]
                 if zero or not wait or kinds[-1] == "W":  # otherwise backward has ended the round
                     stage.finish_grad_sync()
             if len(schedule.routes) > 1:

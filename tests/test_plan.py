@@ -19,7 +19,7 @@ import rehearse
 from claims import RUNS, predicted
 from gpu_counts import fused_rms_norm
 from models import GPUS, MODELS, Gpu
-from pipeline import NUM_CHUNKS, SCHEDULES, Pair, pair_up, simulate
+from pipeline import NUM_CHUNKS, SCHEDULES, pairs_of, simulate
 from plan import Layout, Share
 from ranks import PROJECT
 from sequence_parallel import recomputation_bytes
@@ -370,10 +370,9 @@ def test_the_bubble_of_a_step_agrees_with_the_simulator(name):
 def test_overlap_hides_experts_messages_behind_compute_in_pairs(name):
     config, gpu = hybrid.GPTConfig(48, 1024, 8, 512, 1, experts=8), GPUS["h100"]
     for p, m in (2, 4), (4, 8), (4, 20), (8, 16), (16, 120):
-        schedule = pair_up(SCHEDULES[name](p, m))
-        pairs = [sum(isinstance(item, Pair) for item in row) for row in schedule]
-        passes = sum(action.kind == "F" for action in schedule.actions(0))
-        paired = min(pairs) / passes
+        schedule = SCHEDULES[name](p, m)
+        passes = sum(action.kind == "F" for action in schedule[0])
+        paired = min(len(pairs_of(row)) for row in schedule) / passes
         layout = Layout(pp=p, dp=8, ep=8, microbatches=m, schedule=name, chunks=NUM_CHUNKS[name])
         for speed in 1e3, 1:  # GB/s; the messages take less time than compute, and more
             link = gpu._replace(node=speed, network=speed)

@@ -38,7 +38,7 @@ def progress(what):
 def say_actions(pipeline, say):
     """Make a Pipeline say which action of a step it performs."""
     perform = pipeline.perform
-    total = len(pipeline.schedule.actions(pipeline.rank))
+    total = len(pipeline.schedule[pipeline.rank])
     numbers = count()
 
     def told(*action):

@@ -50,7 +50,7 @@ from torch.utils.flop_counter import flop_registry
 
 import hybrid
 from models import GPUS
-from pipeline import simulate
+from pipeline import PairedSchedule, simulate
 from progress import progress, say_actions
 from timeline import Host, Memory, Stream
 
@@ -159,7 +159,10 @@ def costliest_rank(args):
 def bubble_share(place, args):
     """Return how long a place in the pipeline is idle, as a part of the time that it works."""
     backward = 3.0 if args.recompute == "full" else 2.0  # in units of a forward
-    timeline = simulate(hybrid.schedule_of(args), 1.0, backward)
+    schedule = hybrid.schedule_of(args)
+    if args.overlap:
+        schedule = PairedSchedule(schedule)
+    timeline = simulate(schedule, 1.0, backward)
     return timeline.bubble[place] / (timeline.total - timeline.bubble[place])
 
 

@@ -341,7 +341,7 @@ def seconds_of(config, gpu, layout):
 def share_in_pairs(schedule, p, m):
     """Return the share of a rank's forward passes that --overlap pairs with a backward.
 
-    This is the rank with the fewest pairs. See pair_up() in pipeline.py.
+    This is the rank with the fewest pairs. See pairs_of() in pipeline.py.
     """
     if schedule == "dualpipe":  # a rank computes m microbatches in two replicas of a stage
         return 1 - (3 * p / 2 - 1) / m

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-from pipeline import SCHEDULES, pair_up, simulate
+from pipeline import SCHEDULES, PairedSchedule, pairs_of, simulate
 
 OF_RUNS = "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f"
 OF_ACTIONS = {
@@ -70,7 +70,7 @@ def draw_schedule(name, num_stages, num_microbatches, overlap=False):
     """
     schedule = SCHEDULES[name](num_stages, num_microbatches)
     if overlap:
-        schedule = pair_up(schedule)
+        schedule = PairedSchedule(schedule)
     timeline = simulate(schedule)
     width = LEFT + SLOT * int(timeline.total) + 20
     title = f"{name}: {num_stages} ranks, {num_microbatches} microbatches"
@@ -80,15 +80,20 @@ def draw_schedule(name, num_stages, num_microbatches, overlap=False):
         y = 34 + ROW * rank
         parts.append(text(10, y + 18, f"rank {rank}"))
         parts.append(rectangle(LEFT, y, SLOT * int(timeline.total), ROW, OF_ACTIONS["idle"]))
-        for item in schedule[rank]:
-            first, last = item.actions[0], item.actions[-1]
+        pairs = pairs_of(schedule[rank]) if overlap else {}
+        for first in schedule[rank]:
+            if first in pairs.values():
+                continue  # it is drawn with the forward before it
+            last = pairs.get(first, first)
             begin = timeline.start[rank][first]
             slots = timeline.end[rank][last] - begin
             kind = first.kind if first is last else "pair"
             used.add(kind)
             x = LEFT + SLOT * begin
             parts.append(rectangle(x, y, SLOT * slots, ROW, OF_ACTIONS[kind]))
-            numbers = "+".join(str(action.microbatch) for action in item.actions)
+            numbers = f"{first.microbatch}"
+            if first in pairs:
+                numbers += f"+{last.microbatch}"
             weight = "bold" if first.chunk else "normal"
             middle = x + SLOT * slots / 2
             parts.append(text(middle, y + 18, numbers, "middle", font_weight=weight))
@@ -99,7 +104,7 @@ def draw_schedule(name, num_stages, num_microbatches, overlap=False):
             parts.append(rectangle(x, y, 14, 14, color))
             parts.append(text(x + 20, y + 12, MEANINGS[kind]))
             x += 40 + 7 * len(MEANINGS[kind])
-    if any(action.chunk for rank in range(num_stages) for action in schedule.actions(rank)):
+    if any(action.chunk for row in schedule for action in row):
         parts.append(text(x, y + 12, "bold: a rank's second chunk of layers"))
         x += 240
     return picture(max(width, x), y + 26, parts)
