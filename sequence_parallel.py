@@ -75,8 +75,7 @@ def sequence_parallel_block(x, norm, inner, group=None, p=0.0):
 
     inner: attention or an MLP, of which each rank has a part: (T, B, D) -> (T, B, D), this rank's
         term of the result.
-    norm: a module. The gradients of its parameters cover this rank's tokens only, and must still be
-        summed over the group.
+    norm: a module, of which each rank has a copy: see sum_gradients().
     p: the probability of dropout, 0 in evaluation. Ranks drop elements of different tokens, so the
         generators must differ here. Seed ranks differently once all have made the same model, or
         keep their generators alike and call this `with` a ShardedRandomState (tensor_parallel.py).
@@ -208,10 +207,9 @@ def simple_ulysses_attention(q, k, v, group=None):
 
 # ==== upper floor =================================================================================
 #
-# The layers of sequence parallelism are in tensor_parallel.py. The three methods of context
-# parallelism below give all ranks equal work, merge parts of attention without overflow, and have a
-# backward. The ring's messages travel while it computes. A last part, with a banner of its own, is
-# about what any layer keeps for backward.
+# The layers of sequence parallelism are in tensor_parallel.py. Here the three methods of context
+# parallelism get equal work for all ranks, and a backward. A last part, with a banner of its own,
+# is about what any layer keeps for backward.
 
 # ---- context parallelism: what a model calls -----------------------------------------------------
 #
@@ -301,15 +299,15 @@ def zigzag_ulysses_attention(q, k, v, group=None):
     # Each rank gets n = (H + 2 KV)/P heads of q, k and v together. KV is now at least P.
     parts = torch.cat([x.unflatten(1, (world_size, -1)) for x in (q, k, v)], 2)  # (B, P, n, T/P, K)
     parts = parts.movedim(1, 0)  # (P, B, n, T/P, K): part j is for rank j
-    parts = torch.stack(parts.chunk(2, 3), 1)  # its early and late chunk: (P, 2, B, n, T/2P, K)
+    parts = torch.stack(parts.chunk(2, -2), 1)  # its early and late chunk: (P, 2, B, n, T/2P, K)
     parts = all_to_all_in_group(parts, group=group)  # part j is from rank j
-    whole = _by_position(parts, 2)  # (B, n, T, K)
+    whole = _by_position(parts)  # (B, n, T, K)
     qkv = whole.split([x.shape[1] // world_size for x in (q, k, v)], 1)
     y = attention(*qkv)  # (B, H/P, T, K)
-    parts = _by_rank(y, world_size, 2)  # (P, 2, B, H/P, T/2P, K): part j is for rank j
+    parts = _by_rank(y, world_size)  # (P, 2, B, H/P, T/2P, K): part j is for rank j
     parts = all_to_all_in_group(parts, group=group)  # part j has the heads of rank j
     parts = parts.movedim(0, 2)  # early chunks and late ones: (2, B, P, H/P, T/2P, K)
-    return torch.cat(parts.unbind(), 3).flatten(1, 2)  # (B, P, H/P, T/P, K) -> (B, H, T/P, K)
+    return torch.cat(parts.unbind(), -2).flatten(1, 2)  # (B, P, H/P, T/P, K) -> (B, H, T/P, K)
 
 
 def _checked(q, k, v, group):
@@ -325,18 +323,18 @@ def _checked(q, k, v, group):
     return q, k, v
 
 
-def _by_position(parts, dim):
-    """Put all ranks' chunks in the order of positions. For P = 2, [[0, 3], [1, 2]] to 0 1 2 3.
+def _by_position(parts):
+    """Join all ranks' chunks in the order of positions: for P = 2, [[0, 3], [1, 2]] to 0 1 2 3.
 
-    parts: (P, 2, ...), each rank's early and late chunk, of which `dim` is the dim of tokens.
+    parts: each rank's early and late chunk, (P, 2, ..., T/2P, K) -> (..., T, K).
     """
     early, late = parts.unbind(1)
-    return torch.cat([*early, *reversed(late.unbind())], dim)
+    return torch.cat([*early, *reversed(late.unbind())], -2)
 
 
-def _by_rank(whole, world_size, dim):
-    """Undo _by_position(): cut 0 1 2 3 along `dim` into [[0, 3], [1, 2]], two for each rank."""
-    chunks = whole.chunk(2 * world_size, dim)
+def _by_rank(whole, world_size):
+    """Undo _by_position(): cut 0 1 2 3 into [[0, 3], [1, 2]], two chunks for each rank."""
+    chunks = whole.chunk(2 * world_size, -2)
     of_ranks = []
     for rank in range(world_size):
         of_ranks += [chunks[rank], chunks[2 * world_size - 1 - rank]]
@@ -446,10 +444,10 @@ class _AllGatherAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, group):
         rank, world_size = rank_and_size(group)
         kv = torch.stack([k, v])  # (2, B, KV, T/P, K)
-        kv = torch.stack(kv.chunk(2, 3))  # the early chunk, and the late: (2, 2, B, KV, T/2P, K)
+        kv = torch.stack(kv.chunk(2, -2))  # its early and late chunk: (2, 2, B, KV, T/2P, K)
         gathered = kv.new_empty(world_size, *kv.shape)  # (P, 2, 2, B, KV, T/2P, K)
         all_gather_single(gathered, kv, group)
-        gathered = _by_position(gathered, 3)  # (2, B, KV, T, K)
+        gathered = _by_position(gathered)  # (2, B, KV, T, K)
         ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
         output, lse = _no_keys_yet(q)
         for block in ctx.blocks:
@@ -467,10 +465,10 @@ class _AllGatherAttention(torch.autograd.Function):
         grad_q, grad_kv = (_zeros(x, x.shape) for x in (q, kv))
         for block in ctx.blocks:
             _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
-        grad_kv = _by_rank(grad_kv, world_size, 3)  # (2, B, KV, T, K) -> (P, 2, 2, B, KV, T/2P, K)
+        grad_kv = _by_rank(grad_kv, world_size)  # (2, B, KV, T, K) -> (P, 2, 2, B, KV, T/2P, K)
         own = grad_kv.new_empty(grad_kv.shape[1:])  # (2, 2, B, KV, T/2P, K)
         reduce_scatter_single(own, grad_kv, group=ctx.group)
-        grad_k, grad_v = torch.cat(own.unbind(), 3).to(kv.dtype)  # (B, KV, T/P, K) each
+        grad_k, grad_v = torch.cat(own.unbind(), -2).to(kv.dtype)  # (B, KV, T/P, K) each
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
@@ -493,19 +491,19 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad_output):
         q, k, v, output, lse = ctx.saved_tensors
         rank, _ = rank_and_size(ctx.group)
-        # The gradients of k and v, G_i for those of rank i, travel one step behind k and v. Each
-        # rank adds its part and sends the sum on. Their owner computes its own part while the sum
-        # of all others arrives. Rank 0 of P = 3:
+        # G_i, the gradients of rank i's k and v, travel one step behind k and v. Each rank adds its
+        # part and sends the sum on. Rank i computes its own part while the others' sum arrives. For
+        # rank 0 of P = 3:
         #
-        #     k, v of    computes its part of    adds what it received    sends
-        #     rank 2     G_2                     nothing yet              1 of 3 parts of G_2
-        #     rank 1     G_1                     1 part of G_1            2 of 3 parts of G_1
-        #     rank 0     G_0                     2 parts of G_0           nothing: G_0 is complete
+        #     k, v of    computes       adds from rank 2    sends to rank 1
+        #     rank 2     part of G_2                        1 of 3 parts of G_2
+        #     rank 1     part of G_1    1 part of G_1       2 of 3 parts of G_1
+        #     rank 0     part of G_0    2 parts of G_0      nothing: G_0 is complete
         grad_q = _zeros(q, q.shape)
         received = _zeros(k, (2, *k.shape))
         work = None
         visits = _visitors(k, v, ctx.group)
-        next(visits)  # skips this rank's own k and v, which are sent, and come again at the end
+        next(visits)  # begins to send this rank's own k and v, whose turn comes at the end
         for source, kv in chain(visits, [(rank, (k, v))]):
             block = ring_block(rank, source, q.shape[2])
             grad_kv = _zeros(k, (2, *k.shape))
@@ -520,12 +518,11 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _visitors(k, v, group):
-    """Yield (source, its k and v) as the k and v of all ranks go around the ring, own ones first.
+    """Yield (source, its k and v) as they visit rank r: its own, then those of r-1, r-2 and so on.
 
-    In P = 4 visits rank r sees those of ranks r, r-1, r-2, r-3. During each visit but the last, k
-    and v travel on: they are sent before the yield, and the next ones are waited for after it. A
-    rank then holds its own k and v, the visiting ones and the arriving ones: 6 B T D_kv / P
-    elements.
+    During each visit but the last, k and v travel on: they are sent before the yield, and the next
+    ones are waited for after it. A rank then holds its own k and v, the visiting ones and the
+    arriving ones: 6 B T D_kv / P elements.
     """
     rank, world_size = rank_and_size(group)
     visiting = torch.stack([k, v])
@@ -733,15 +730,17 @@ def activation_bytes(
     split = tp if sequence_parallel else 1
     if recomputation == "full":
         return itemsize * elements / split
-    # Bytes for each of them: the inputs of 2 norms and of 2 column-parallel layers, and 2 masks.
+    # All in bytes per element of (B, T, D). The inputs of 2 norms and of 2 column-parallel layers,
+    # and 2 masks:
     outside = 4 * itemsize + 2 * masks
-    # Numbers for each element: q and attention's output; k and v; the input and output of GeLU.
+    # q and attention's output; k and v; the input and output of GeLU:
     inside = 2 + 2 * (kv_heads or heads) / heads + 2 * (4 if ffn is None else ffn / hidden)
-    # Bytes for each element: softmax's output, and the output and the mask of the dropout after it.
+    inside *= itemsize
+    # softmax's output, and the output and the mask of the dropout after it:
     scores = (itemsize + masks * (itemsize + 1)) * heads * seq_len / hidden
     if recomputation == "selective":
         scores = 0
-    return elements * (outside / split + (itemsize * inside + scores) / tp)
+    return elements * (outside / split + (inside + scores) / tp)
 
 
 def recomputation_bytes(layers, size, layer_input, whole_layer, microbatches=1):

@@ -695,13 +695,12 @@ def vocab_parallel_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     """Compute log(sum(exp(row))) - row[target] for each row of logits that are split by columns.
 
-    backward    softmax(row) - one_hot(target), computed in forward, times the loss's gradient
+    The gradient of a row is softmax(row) - one_hot(target), times that of its loss. Forward turns
+    the logits into it step by step, in a tensor x, and keeps it for backward:
 
-    In forward, x begins as the logits and becomes this gradient step by step, in fp32 at least:
-
-        logits       x                                   the gradient that is kept for backward
-        fp32, fp64   a copy; with inplace the logits     x
-        bf16         a copy in fp32                      a copy in bf16; with inplace the logits
+        logits       x is                                what is kept
+        fp32, fp64   a copy, or with inplace the logits  x
+        bf16         a copy in fp32                      a copy in bf16, or with inplace the logits
         fp16         a copy in fp32                      x: fp16 would round small numbers to 0
     """
 
