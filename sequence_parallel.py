@@ -208,8 +208,8 @@ def simple_ulysses_attention(q, k, v, group=None):
 # ==== upper floor =================================================================================
 #
 # The layers of sequence parallelism are in tensor_parallel.py. Here the three methods of context
-# parallelism get equal work for all ranks, and a backward. A last part, with a banner of its own,
-# is about what any layer keeps for backward.
+# parallelism get equal work for all ranks, and a backward. All-gather and ring compute attention
+# block by block. A last part, with a banner of its own, is about what a layer keeps for backward.
 
 # ---- context parallelism: what a model calls -----------------------------------------------------
 #
@@ -257,88 +257,6 @@ def context_positions(seq_len, group=None):
 def _check_chunks(seq_len, cp):
     if seq_len % (2 * cp) or not seq_len:
         raise ValueError(f"{seq_len=} is not {2 * cp} equal chunks for {cp=}")
-
-
-def zigzag_allgather_attention(q, k, v, group=None):
-    """Causal attention of local queries to all keys and values, which every rank gathers.
-
-    q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. The shapes are the
-    same on all ranks. The tokens are those at context_positions(): with others the result is wrong,
-    and nothing shows it. On a GPU the dtype must be fp32, fp16 or bf16, and K elements must take a
-    multiple of 16 bytes. Raises ValueError if this rank's shapes or dtypes do not fit; ranks
-    where they fit then wait for this one until the group's timeout. Types: V, V, V -> V.
-    """
-    q, k, v = _checked(q, k, v, group)
-    return _AllGatherAttention.apply(q, k, v, group)
-
-
-def zigzag_ring_attention(q, k, v, group=None):
-    """Do the same as zigzag_allgather_attention(), but pass k and v around the ring, in P-1 steps.
-
-    They travel while attention to those of the step before is computed. Types: V, V, V -> V.
-    """
-    q, k, v = _checked(q, k, v, group)
-    return _RingAttention.apply(q, k, v, group)
-
-
-def zigzag_ulysses_attention(q, k, v, group=None):
-    """Causal attention over the whole sequence in 1/P of the heads, between two all-to-alls.
-
-    The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
-    the second one turns the result back. P must divide H, and either P divides KV or KV divides P;
-    if KV < P, k and v are repeated to P heads (D_kv = P K). For shapes and tokens, see
-    zigzag_allgather_attention(). Types: V, V, V -> V.
-    """
-    q, k, v = _checked(q, k, v, group)
-    _, world_size = rank_and_size(group)
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads % world_size or (kv_heads % world_size and world_size % kv_heads):
-        raise ValueError(f"{heads=} and {kv_heads=} cannot be dealt out to cp={world_size} ranks")
-    if kv_heads < world_size:
-        k, v = (x.repeat_interleave(world_size // kv_heads, 1) for x in (k, v))
-    # Each rank gets n = (H + 2 KV)/P heads of q, k and v together. KV is now at least P.
-    parts = torch.cat([x.unflatten(1, (world_size, -1)) for x in (q, k, v)], 2)  # (B, P, n, T/P, K)
-    parts = parts.movedim(1, 0)  # (P, B, n, T/P, K): part j is for rank j
-    parts = torch.stack(parts.chunk(2, -2), 1)  # its early and late chunk: (P, 2, B, n, T/2P, K)
-    parts = all_to_all_in_group(parts, group=group)  # part j is from rank j
-    whole = _by_position(parts)  # (B, n, T, K)
-    qkv = whole.split([x.shape[1] // world_size for x in (q, k, v)], 1)
-    y = attention(*qkv)  # (B, H/P, T, K)
-    parts = _by_rank(y, world_size)  # (P, 2, B, H/P, T/2P, K): part j is for rank j
-    parts = all_to_all_in_group(parts, group=group)  # part j has the heads of rank j
-    parts = parts.movedim(0, 2)  # early chunks and late ones: (2, B, P, H/P, T/2P, K)
-    return torch.cat(parts.unbind(), -2).flatten(1, 2)  # (B, P, H/P, T/P, K) -> (B, H, T/P, K)
-
-
-def _checked(q, k, v, group):
-    """Return q, k and v, contiguous and cast by autocast; raise ValueError if they do not match."""
-    q, k, v = (autocasted(x).contiguous() for x in (q, k, v))
-    B, H, length, K = q.shape
-    fits = k.shape == v.shape == (B, k.shape[1], length, K) and q.dtype == k.dtype == v.dtype
-    if not fits or H % k.shape[1]:
-        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
-        raise ValueError(f"q, k and v are {shapes}: only heads may differ, and KV must divide H")
-    _, world_size = rank_and_size(group)
-    _check_chunks(world_size * length, world_size)
-    return q, k, v
-
-
-def _by_position(parts):
-    """Join all ranks' chunks in the order of positions: for P = 2, [[0, 3], [1, 2]] to 0 1 2 3.
-
-    parts: each rank's early and late chunk, (P, 2, ..., T/2P, K) -> (..., T, K).
-    """
-    early, late = parts.unbind(1)
-    return torch.cat([*early, *reversed(late.unbind())], -2)
-
-
-def _by_rank(whole, world_size):
-    """Undo _by_position(): cut 0 1 2 3 into [[0, 3], [1, 2]], two chunks for each rank."""
-    chunks = whole.chunk(2 * world_size, -2)
-    of_ranks = []
-    for rank in range(world_size):
-        of_ranks += [chunks[rank], chunks[2 * world_size - 1 - rank]]
-    return torch.stack(of_ranks).unflatten(0, (world_size, 2))
 
 
 # ---- context parallelism: the blocks under the mask ----------------------------------------------
@@ -431,7 +349,33 @@ def _zeros(x, shape):
     return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-# ---- context parallelism: two methods and their backward -----------------------------------------
+# ---- context parallelism: all-gather -------------------------------------------------------------
+
+
+def zigzag_allgather_attention(q, k, v, group=None):
+    """Causal attention of local queries to all keys and values, which every rank gathers.
+
+    q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. The shapes are the
+    same on all ranks. The tokens are those at context_positions(): with others the result is wrong,
+    and nothing shows it. On a GPU the dtype must be fp32, fp16 or bf16, and K elements must take a
+    multiple of 16 bytes. Raises ValueError if this rank's shapes or dtypes do not fit; ranks
+    where they fit then wait for this one until the group's timeout. Types: V, V, V -> V.
+    """
+    q, k, v = _checked(q, k, v, group)
+    return _AllGatherAttention.apply(q, k, v, group)
+
+
+def _checked(q, k, v, group):
+    """Return q, k and v, contiguous and cast by autocast; raise ValueError if they do not match."""
+    q, k, v = (autocasted(x).contiguous() for x in (q, k, v))
+    B, H, length, K = q.shape
+    fits = k.shape == v.shape == (B, k.shape[1], length, K) and q.dtype == k.dtype == v.dtype
+    if not fits or H % k.shape[1]:
+        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
+        raise ValueError(f"q, k and v are {shapes}: only heads may differ, and KV must divide H")
+    _, world_size = rank_and_size(group)
+    _check_chunks(world_size * length, world_size)
+    return q, k, v
 
 
 class _AllGatherAttention(torch.autograd.Function):
@@ -472,6 +416,36 @@ class _AllGatherAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
+def _by_position(parts):
+    """Join all ranks' chunks in the order of positions: for P = 2, [[0, 3], [1, 2]] to 0 1 2 3.
+
+    parts: each rank's early and late chunk, (P, 2, ..., T/2P, K) -> (..., T, K).
+    """
+    early, late = parts.unbind(1)
+    return torch.cat([*early, *reversed(late.unbind())], -2)
+
+
+def _by_rank(whole, world_size):
+    """Undo _by_position(): cut 0 1 2 3 into [[0, 3], [1, 2]], two chunks for each rank."""
+    chunks = whole.chunk(2 * world_size, -2)
+    of_ranks = []
+    for rank in range(world_size):
+        of_ranks += [chunks[rank], chunks[2 * world_size - 1 - rank]]
+    return torch.stack(of_ranks).unflatten(0, (world_size, 2))
+
+
+# ---- context parallelism: ring -------------------------------------------------------------------
+
+
+def zigzag_ring_attention(q, k, v, group=None):
+    """Do the same as zigzag_allgather_attention(), but pass k and v around the ring, in P-1 steps.
+
+    They travel while attention to those of the step before is computed. Types: V, V, V -> V.
+    """
+    q, k, v = _checked(q, k, v, group)
+    return _RingAttention.apply(q, k, v, group)
+
+
 class _RingAttention(torch.autograd.Function):
     """Attend to the k and v that visit a rank, its own first; in backward its own come last."""
 
@@ -500,7 +474,7 @@ class _RingAttention(torch.autograd.Function):
         #     rank 1     part of G_1    1 part of G_1       2 of 3 parts of G_1
         #     rank 0     part of G_0    2 parts of G_0      nothing: G_0 is complete
         grad_q = _zeros(q, q.shape)
-        received = _zeros(k, (2, *k.shape))
+        received = _zeros(k, (2, *k.shape))  # what the previous rank has summed
         work = None
         visits = _visitors(k, v, ctx.group)
         next(visits)  # begins to send this rank's own k and v, whose turn comes at the end
@@ -540,6 +514,38 @@ def _send_on(tensor, buffer, group):
     rank, world_size = rank_and_size(group)
     sends = [(tensor, (rank + 1) % world_size)]
     return exchange(sends, [(buffer, (rank - 1) % world_size)], group, async_op=True)
+
+
+# ---- context parallelism: Ulysses ----------------------------------------------------------------
+
+
+def zigzag_ulysses_attention(q, k, v, group=None):
+    """Causal attention over the whole sequence in 1/P of the heads, between two all-to-alls.
+
+    The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
+    the second one turns the result back. P must divide H, and either P divides KV or KV divides P;
+    if KV < P, k and v are repeated to P heads (D_kv = P K). For shapes and tokens, see
+    zigzag_allgather_attention(). Types: V, V, V -> V.
+    """
+    q, k, v = _checked(q, k, v, group)
+    _, world_size = rank_and_size(group)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads % world_size or (kv_heads % world_size and world_size % kv_heads):
+        raise ValueError(f"{heads=} and {kv_heads=} cannot be dealt out to cp={world_size} ranks")
+    if kv_heads < world_size:
+        k, v = (x.repeat_interleave(world_size // kv_heads, 1) for x in (k, v))
+    # Each rank gets n = (H + 2 KV)/P heads of q, k and v together. KV is now at least P.
+    parts = torch.cat([x.unflatten(1, (world_size, -1)) for x in (q, k, v)], 2)  # (B, P, n, T/P, K)
+    parts = parts.movedim(1, 0)  # (P, B, n, T/P, K): part j is for rank j
+    parts = torch.stack(parts.chunk(2, -2), 1)  # its early and late chunk: (P, 2, B, n, T/2P, K)
+    parts = all_to_all_in_group(parts, group=group)  # part j is from rank j
+    whole = _by_position(parts)  # (B, n, T, K)
+    qkv = whole.split([x.shape[1] // world_size for x in (q, k, v)], 1)
+    y = attention(*qkv)  # (B, H/P, T, K)
+    parts = _by_rank(y, world_size)  # (P, 2, B, H/P, T/2P, K): part j is for rank j
+    parts = all_to_all_in_group(parts, group=group)  # part j has the heads of rank j
+    parts = parts.movedim(0, 2)  # early chunks and late ones: (2, B, P, H/P, T/2P, K)
+    return torch.cat(parts.unbind(), -2).flatten(1, 2)  # (B, P, H/P, T/P, K) -> (B, H, T/P, K)
 
 
 # ---- kernels -------------------------------------------------------------------------------------
