@@ -1009,11 +1009,12 @@ def _linear_into(output, x, weight, bias=None):
 # A step of a pipeline (pipeline.py) runs the backwards of several microbatches. Its WeightGradStore
 # is the argument `defer` of layers, and changes in backward what becomes of dW:
 #
-#     if defer.open          Other stages wait for dX, but nobody for dW. So the layer gives the
-#                            store a function that gathers X and computes dW, which the pipeline
-#                            calls when it would otherwise wait for messages
-#     if defer.accumulates   From the second microbatch on there is a .grad, and the product itself
-#                            adds dW to it. This saves memory for dW, and a pass over it
+#     defer.open          Other stages wait for dX, but nobody for dW. So the layer gives the store a
+#                         function that gathers X and computes dW. The pipeline calls it when it
+#                         would otherwise wait for messages
+#     defer.accumulates   True whenever the pipeline computes dW. If there is a .grad, as from the
+#                         second microbatch on, the product itself adds dW to it. This saves memory
+#                         for dW, and a pass over it
 #
 # In both cases autograd gets None for dW, so nothing but .grad may need it: see is_plain_leaf(). A
 # function that waits in the store keeps dY, and that of a row-parallel layer with sequence
