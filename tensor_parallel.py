@@ -1009,9 +1009,9 @@ def _linear_into(output, x, weight, bias=None):
 # A step of a pipeline (pipeline.py) runs the backwards of several microbatches. Its WeightGradStore
 # is the argument `defer` of layers, and changes in backward what becomes of dW:
 #
-#     defer.open          Other stages wait for dX, but nobody for dW. So the layer gives the store a
-#                         function that gathers X and computes dW. The pipeline calls it when it
-#                         would otherwise wait for messages
+#     defer.open          Other stages wait for dX, but nobody for dW. So the store gets a function
+#                         that gathers X and computes dW. The pipeline calls it when it would
+#                         otherwise wait for messages
 #     defer.accumulates   True whenever the pipeline computes dW. If there is a .grad, as from the
 #                         second microbatch on, the product itself adds dW to it. This saves memory
 #                         for dW, and a pass over it
