@@ -758,7 +758,7 @@ def mark_sum_over_tp(module):
         norms outside f and g, and positions     no                              yes
         norm of q or k                           yes                             yes
         bias of RowParallelLinear                no                              its class does it
-        router of MoE (expert_parallel.py)       if it has a tp_group            yes
+        router and shared experts of MoE         if it has a tp_group            yes
 
     Nothing finds a parameter that is marked and should not be: the sum of complete gradients is P
     times too large, on all ranks alike. check_gradients_over_tp() finds what is not marked and
