@@ -12,14 +12,15 @@ Context parallelism over P ranks splits the sequence in attention, too, where a 
 and values of all earlier tokens. Either each rank gathers them all, or they pass from rank to rank
 on a ring, or each rank gets the whole sequence for 1/P of the heads (Ulysses).
 
-A rank holds   1/t of a layer's activations with sequence parallelism, and 1/P of them with context
-               parallelism, except that all-gather attention keeps the k and v of all tokens
+A rank holds   1/t of a layer's activations with sequence parallelism, by the layers of
+               tensor_parallel.py. The plain form below also keeps the inputs of attention and of
+               the MLP whole. With context parallelism 1/P of the activations, but all-gather
+               attention keeps the k and v of all tokens
 It sends       10 B T D (t-1)/t elements per layer with sequence parallelism, for B sequences of T
                tokens of width D: 8 as with tensor parallelism alone, and 2 since backward gathers
-               the inputs of attention and of the MLP again. Each step also sums gradients: of norms
-               and row-parallel biases over t ranks, of all parameters over P ranks. For the costs
-               of context parallelism, see "what a model calls". The plain form of sequence
-               parallelism below keeps both inputs whole, and sends 8 elements in place of 10
+               the inputs that the plain form keeps. Each step also sums gradients: of norms and
+               row-parallel biases over t ranks, of all parameters over P ranks. For the costs of
+               context parallelism, see "what a model calls"
 Overlap        a ring computes while keys, values and their gradients travel, except that backward
                waits for the first keys and values. All other methods wait for their messages. For
                linear layers, see tensor_parallel.py
@@ -79,8 +80,6 @@ def sequence_parallel_block(x, norm, inner, group=None, p=0.0):
     p: the probability of dropout, 0 in evaluation. Ranks drop elements of different tokens, so the
         generators must differ here. Seed ranks differently once all have made the same model, or
         keep their generators alike and call this `with` a ShardedRandomState (tensor_parallel.py).
-    Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep only
-    norm(x), and gather it again in backward.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
     term = inner(whole)  # (T, B, D)

@@ -272,9 +272,11 @@ def split_cross_entropy(logits, target, group=None):
 # computes dY W. It computes dW while dX is summed. Without sequence parallelism, nothing is
 # gathered, and sums are all-reduces.
 #
-# A function begin_...() returns a function that waits for the result and returns it. Three lines,
-# marked as additions, lead to what the end of this file adds for large chunks and for pipelines.
-# Without them this section is complete.
+# A function begin_...() returns a function that waits for the result and returns it.
+#
+# The section is complete without what the end of this file adds for large chunks and for pipelines.
+# Three lines marked as additions lead there. For pipelines alone are the argument `defer` and what
+# the Functions keep as for_pipelines.
 
 
 def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
@@ -308,7 +310,8 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, group, split, defer):
-        ctx.arguments = group, split, weight, defer
+        ctx.arguments = group, split
+        ctx.for_pipelines = weight, defer
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         _, y = gather_and_multiply(x, weight, bias, split, group)
         return y
@@ -317,11 +320,11 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        group, split, parameter, defer = ctx.arguments
+        group, split = ctx.arguments
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dx = dweight = dbias = None
         if wants_weight:
-            get_dweight = begin_weight_gradient(dy, x, split, group, parameter, defer)
+            get_dweight = begin_weight_gradient(dy, x, split, group, *ctx.for_pipelines)
         if wants_x:  # dY W is computed while X is gathered
             get_dx = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
         if wants_weight:  # dW is computed while dX is summed
@@ -338,7 +341,8 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, group, split, defer):
-        ctx.arguments = group, split, weight, defer
+        ctx.arguments = group, split
+        ctx.for_pipelines = weight, defer
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return multiply_and_sum(x, weight, split, group)
 
@@ -346,7 +350,7 @@ class _RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        group, split, parameter, defer = ctx.arguments
+        group, split = ctx.arguments
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         dx = dweight = None
         if wants_x:
@@ -355,7 +359,7 @@ class _RowLinear(torch.autograd.Function):
         else:
             dy = begin_gather(dy, split, group)()
         if wants_weight:
-            get_dweight = begin_weight_gradient(dy, x, False, group, parameter, defer)
+            get_dweight = begin_weight_gradient(dy, x, False, group, *ctx.for_pipelines)
             dweight = get_dweight()
         return dx, dweight, None, None, None
 
