@@ -12,14 +12,15 @@ Context parallelism over P ranks splits the sequence in attention, too, where a 
 and values of all earlier tokens. Either each rank gathers them all, or they pass from rank to rank
 on a ring, or each rank gets the whole sequence for 1/P of the heads (Ulysses).
 
-A rank holds   1/t of a layer's activations with sequence parallelism, and 1/P of them with context
-               parallelism, except that all-gather attention keeps the k and v of all tokens
+A rank holds   1/t of a layer's activations with sequence parallelism, by the layers of
+               tensor_parallel.py. The plain form below also keeps the inputs of attention and of
+               the MLP whole. With context parallelism 1/P of the activations, but all-gather
+               attention keeps the k and v of all tokens
 It sends       10 B T D (t-1)/t elements per layer with sequence parallelism, for B sequences of T
                tokens of width D: 8 as with tensor parallelism alone, and 2 since backward gathers
-               the inputs of attention and of the MLP again. (The plain form below keeps them, and
-               sends 8.) Each step also sums gradients: of norms and row-parallel biases over t
-               ranks, of all parameters over P ranks. For the costs of context parallelism, see
-               "what a model calls"
+               the inputs that the plain form keeps. Each step also sums gradients: of norms and
+               row-parallel biases over t ranks, of all parameters over P ranks. For the costs of
+               context parallelism, see "what a model calls"
 Overlap        a ring computes while keys, values and their gradients travel, except that backward
                waits for the first keys and values. All other methods wait for their messages. For
                linear layers, see tensor_parallel.py
@@ -53,15 +54,21 @@ from tensor_parallel import attention
 
 # ---- sequence parallelism: the idea --------------------------------------------------------------
 #
-# In a step, rank r of t takes the r-th of t chunks of T positions, here for a layer whose matrices
-# are split as in split_attention() and split_mlp() of tensor_parallel.py:
+# In a step, rank r of t takes the r-th of t chunks of T positions, where t divides T. The matrices
+# of a layer are split as in split_attention() and split_mlp() of tensor_parallel.py. Each rank has
+# copies of all other parameters, and applies them to its own tokens only. So it has only a part of
+# their gradients, and the parts must be summed:
 #
-#     x = whole_x.unflatten(0, (t, -1))[rank]  # (T, B, D) -> (T/t, B, D). t must divide T
-#     x = sequence_parallel_attention(x, norm_1, qkv, out, K)
-#     x = sequence_parallel_mlp(x, norm_2, up, down)
-#     losses = ...  # of this rank's tokens
-#     losses.sum().backward()
-#     sum_gradients([*norm_1.parameters(), *norm_2.parameters()])
+#     own_tokens = tokens.chunk(t)[rank]  # (T, B) -> (T/t, B)
+#     own_targets = targets.chunk(t)[rank]
+#     x = embedding(own_tokens)  # (T/t, B, D)
+#     for layer in layers:
+#         x = sequence_parallel_attention(x, layer.norm_1, layer.qkv, layer.out, K)
+#         x = sequence_parallel_mlp(x, layer.norm_2, layer.up, layer.down)
+#     logits = F.linear(norm(x), embedding.weight)  # (T/t, B, vocabulary)
+#     loss = F.cross_entropy(logits.flatten(0, 1), own_targets.flatten(), reduction="sum")
+#     (loss / tokens.numel()).backward()  # the mean over all tokens is the sum of all ranks' parts
+#     sum_gradients(copies)  # embedding.weight, and the parameters of all norms
 
 
 def sequence_parallel_block(x, norm, inner, group=None, p=0.0):
@@ -69,13 +76,10 @@ def sequence_parallel_block(x, norm, inner, group=None, p=0.0):
 
     inner: attention or an MLP, of which each rank has a part: (T, B, D) -> (T, B, D), this rank's
         term of the result.
-    norm: a module. The gradients of its parameters cover this rank's tokens only, and must still be
-        summed over the group.
+    norm: a module, of which each rank has a copy: see sum_gradients().
     p: the probability of dropout, 0 in evaluation. Ranks drop elements of different tokens, so the
         generators must differ here. Seed ranks differently once all have made the same model, or
         keep their generators alike and call this `with` a ShardedRandomState (tensor_parallel.py).
-    Autograd keeps `whole`, which has all tokens. The layers of tensor_parallel.py keep only
-    norm(x), and gather it again in backward.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
     term = inner(whole)  # (T, B, D)
@@ -113,7 +117,11 @@ def sequence_parallel_attention(x, norm, qkv, out, K, group=None, p=0.0):
 
 
 def sum_gradients(parameters, group=None):
-    """Sum the gradients of parameters that each rank has applied to its own tokens only."""
+    """Sum the gradients of parameters that each rank has applied to its own tokens only.
+
+    All of them must have a gradient on all ranks. A rank without one raises AttributeError, and the
+    others wait for it.
+    """
     for parameter in parameters:
         all_reduce(parameter.grad, group=group)
 
@@ -163,7 +171,8 @@ def simple_ring_attention(q, k, v, group=None):
     for step in range(world_size):
         source = (rank - step) % world_size  # the rank whose keys and values kv holds
         scores = q @ kv[0].mT * q.shape[-1] ** -0.5  # (B, H, T/P, T/P)
-        # Query i is at position rank T/P + i, and key j at source T/P + j. Later keys get 0.
+        # Query i, at position rank T/P + i, sees key j, at source T/P + j, if this is not later,
+        # that is, if j - i <= (rank - source) T/P. tril() sets the weights of other keys to 0.
         weights = scores.exp().tril((rank - source) * q.shape[2])
         output = output + weights @ kv[1]
         total = total + weights.sum(-1, keepdim=True)
@@ -185,22 +194,21 @@ def simple_ulysses_attention(q, k, v, group=None):
     """
     _, world_size = rank_and_size(group)
 
-    def exchanged(x, cut, joined):  # cut along one dim, and joined along another
+    def regrouped(x, cut, joined):  # cut along one dim, and joined along another
         parts = torch.stack(x.chunk(world_size, cut))  # part j is for rank j
         parts = all_to_all_in_group(parts, group=group)  # part j is from rank j
         return torch.cat(parts.unbind(), joined)
 
-    q, k, v = (exchanged(x, cut=1, joined=2) for x in (q, k, v))  # (B, H/P, T, K)
+    q, k, v = (regrouped(x, cut=1, joined=2) for x in (q, k, v))  # (B, H, T/P, K) -> (B, H/P, T, K)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return exchanged(y, cut=2, joined=1)  # (B, H, T/P, K)
+    return regrouped(y, cut=2, joined=1)  # (B, H/P, T, K) -> (B, H, T/P, K)
 
 
 # ==== upper floor =================================================================================
 #
-# The layers of sequence parallelism are in tensor_parallel.py. The three methods of context
-# parallelism below give all ranks equal work, merge parts of attention without overflow, and have a
-# backward. The ring's messages travel while it computes. A last part, with a banner of its own, is
-# about what any layer keeps for backward.
+# The layers of sequence parallelism are in tensor_parallel.py. Here the three methods of context
+# parallelism get equal work for all ranks, and a backward. All-gather and ring compute attention
+# block by block. A last part, with a banner of its own, is about what a layer keeps for backward.
 
 # ---- context parallelism: what a model calls -----------------------------------------------------
 #
@@ -250,82 +258,6 @@ def _check_chunks(seq_len, cp):
         raise ValueError(f"{seq_len=} is not {2 * cp} equal chunks for {cp=}")
 
 
-def zigzag_allgather_attention(q, k, v, group=None):
-    """Causal attention of local queries to all keys and values, which every rank gathers.
-
-    q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. The shapes are the
-    same on all ranks. The tokens are those at context_positions(): with others the result is wrong,
-    and nothing shows it. On a GPU the dtype must be fp32, fp16 or bf16, and K elements must take a
-    multiple of 16 bytes. Raises ValueError if this rank's shapes or dtypes do not fit; ranks
-    where they fit then wait for this one until the group's timeout. Types: V, V, V -> V.
-    """
-    q, k, v = _checked(q, k, v, group)
-    return _AllGatherAttention.apply(q, k, v, group)
-
-
-def zigzag_ring_attention(q, k, v, group=None):
-    """Do the same as zigzag_allgather_attention(), but pass k and v around the ring, in P-1 steps.
-
-    They travel while attention to those of the step before is computed. Types: V, V, V -> V.
-    """
-    q, k, v = _checked(q, k, v, group)
-    return _RingAttention.apply(q, k, v, group)
-
-
-def zigzag_ulysses_attention(q, k, v, group=None):
-    """Causal attention over the whole sequence in 1/P of the heads, between two all-to-alls.
-
-    The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
-    the second one turns the result back. P must divide H, and either P divides KV or KV divides P;
-    if KV < P, k and v are repeated to P heads (D_kv = P K). For shapes and tokens, see
-    zigzag_allgather_attention(). Types: V, V, V -> V.
-    """
-    q, k, v = _checked(q, k, v, group)
-    _, world_size = rank_and_size(group)
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads % world_size or (kv_heads % world_size and world_size % kv_heads):
-        raise ValueError(f"{heads=} and {kv_heads=} cannot be dealt out to cp={world_size} ranks")
-    if kv_heads < world_size:
-        k, v = (x.repeat_interleave(world_size // kv_heads, 1) for x in (k, v))
-    # Each rank gets n = (H + 2 KV)/P heads of q, k and v together. KV is now at least P.
-    parts = torch.cat([x.unflatten(1, (world_size, -1)) for x in (q, k, v)], 2)  # (B, P, n, T/P, K)
-    parts = parts.unflatten(3, (2, -1))  # (B, P, n, 2, T/2P, K): an early and a late chunk
-    parts = parts.permute(1, 3, 0, 2, 4, 5)  # (P, 2, B, n, T/2P, K): part j is for rank j
-    parts = all_to_all_in_group(parts.contiguous(), group=group)  # part j is from rank j
-    whole = _by_position(parts, 2)  # (B, n, T, K)
-    qkv = whole.split([x.shape[1] // world_size for x in (q, k, v)], 1)
-    y = attention(*qkv)  # (B, H/P, T, K)
-    y = all_to_all_in_group(_by_rank(y, world_size, 2), group=group)  # (P, 2, B, H/P, T/2P, K)
-    y = y.permute(2, 0, 3, 1, 4, 5)  # (B, P, H/P, 2, T/2P, K): part j has heads from rank j
-    return y.flatten(3, 4).flatten(1, 2)  # (B, H, T/P, K)
-
-
-def _checked(q, k, v, group):
-    """Return q, k and v, contiguous and cast by autocast; raise ValueError if they do not match."""
-    q, k, v = (autocasted(x).contiguous() for x in (q, k, v))
-    B, H, length, K = q.shape
-    fits = k.shape == v.shape == (B, k.shape[1], length, K) and q.dtype == k.dtype == v.dtype
-    if not fits or H % k.shape[1]:
-        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
-        raise ValueError(f"q, k and v are {shapes}: only heads may differ, and KV must divide H")
-    _, world_size = rank_and_size(group)
-    _check_chunks(world_size * length, world_size)
-    return q, k, v
-
-
-def _by_position(parts, dim):
-    """Join chunks (P, 2, ...) along a chunk's `dim`: for P = 2, [[0, 3], [1, 2]] to 0 1 2 3."""
-    early, late = parts.unbind(1)
-    return torch.cat([*early, *reversed(late.unbind())], dim)
-
-
-def _by_rank(whole, world_size, dim):
-    """Undo _by_position(): cut 0 1 2 3 along `dim` into [[0, 3], [1, 2]], two for each rank."""
-    chunks = whole.chunk(2 * world_size, dim)
-    pairs = zip(chunks[:world_size], reversed(chunks))
-    return torch.stack([chunk for pair in pairs for chunk in pair]).unflatten(0, (world_size, 2))
-
-
 # ---- context parallelism: the blocks under the mask ----------------------------------------------
 #
 # What a rank's queries see is cut into blocks of queries and keys, in which the mask hides either
@@ -372,128 +304,11 @@ def gathered_blocks(rank, world_size, length):
         yield AttentionBlock(queries, slice(start, start + size), causal=True)
 
 
-# ---- context parallelism: two methods and their backward -----------------------------------------
-#
-# _attend() merges the attention in a block into `output` and `lse`, a log-sum-exp of scores, and
-# _attend_backward() adds a block's part to the gradients. The next section says how.
-
-
-class _AllGatherAttention(torch.autograd.Function):
-    """forward: all-gather k and v, then attend. backward: reduce-scatter the gradients of k and v.
-
-    If the gather were its own Function, autograd would round gradients to k's dtype before the sum.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, group):
-        rank, world_size = rank_and_size(group)
-        kv = torch.stack([k, v]).unflatten(3, (2, -1)).movedim(3, 0)  # (2, k/v, B, KV, T/2P, K)
-        gathered = kv.new_empty(world_size, *kv.shape)  # (P, 2, k/v, B, KV, T/2P, K)
-        all_gather_single(gathered, kv.contiguous(), group)
-        gathered = _by_position(gathered, 3)  # (k/v, B, KV, T, K)
-        ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
-        output, lse = _no_keys_yet(q)
-        for block in ctx.blocks:
-            _attend(block, q, *gathered, output, lse)  # dim 0 of `gathered` is k, v
-        output = output.to(q.dtype)
-        ctx.save_for_backward(q, gathered, output, lse)
-        ctx.group = group
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        q, kv, output, lse = ctx.saved_tensors
-        _, world_size = rank_and_size(ctx.group)
-        grad_q, grad_kv = (_zeros(x, x.shape) for x in (q, kv))
-        for block in ctx.blocks:
-            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
-        grad_kv = _by_rank(grad_kv, world_size, 3)  # (P, 2, k/v, B, KV, T/2P, K)
-        own = grad_kv.new_empty(grad_kv.shape[1:])
-        reduce_scatter_single(own, grad_kv, group=ctx.group)
-        grad_k, grad_v = own.movedim(0, 3).flatten(3, 4).to(kv.dtype)  # (B, KV, T/P, K) each
-        return grad_q.to(q.dtype), grad_k, grad_v, None
-
-
-class _RingAttention(torch.autograd.Function):
-    """Attend to the k and v that visit a rank, its own first; in backward its own come last.
-
-    The gradients of k and v travel around the ring one step behind k and v. Each rank adds its part
-    and sends the sum on. The owner of k and v computes its own part while the last sum arrives. In
-    backward, where G_i are the gradients of rank i's k and v, rank 0 of P = 3 does as follows. The
-    sum G_2 begins here, since k and v of rank 2 visit rank 0 first:
-
-        visit    k, v of    computes       adds from rank 2      sends to rank 1
-        1        rank 2     part of G_2                          1 of 3 parts of G_2
-        2        rank 1     part of G_1    1 part of G_1         2 of 3 parts of G_1
-        3        rank 0     part of G_0    2 parts of G_0        nothing: G_0 is complete
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, group):
-        rank, _ = rank_and_size(group)
-        output, lse = _no_keys_yet(q)
-        for source, kv in _visitors(k, v, group):
-            _attend(ring_block(rank, source, q.shape[2]), q, *kv, output, lse)
-        output = output.to(q.dtype)
-        ctx.save_for_backward(q, k, v, output, lse)
-        ctx.group = group
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        q, k, v, output, lse = ctx.saved_tensors
-        rank, _ = rank_and_size(ctx.group)
-        grad_q = _zeros(q, q.shape)
-        received = _zeros(k, (2, *k.shape))  # gradients of k and v, summed over earlier ranks
-        grad_work = None
-        visits = _visitors(k, v, ctx.group)
-        next(visits)  # begins to send this rank's own k and v, whose turn comes at the end
-        for source, kv in chain(visits, [(rank, (k, v))]):
-            block = ring_block(rank, source, q.shape[2])
-            grad_kv = _zeros(k, (2, *k.shape))
-            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
-            if grad_work is not None:
-                grad_work.wait()
-                grad_kv += received
-            if source != rank:
-                grad_work = _send_on(grad_kv, received, ctx.group)
-        grad_k, grad_v = grad_kv.to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
-
-
-def _visitors(k, v, group):
-    """Yield (source, its k and v) as the k and v of all ranks go around the ring, own ones first.
-
-    In P = 4 visits rank r sees those of ranks r, r-1, r-2, r-3. During each visit but the last, k
-    and v travel on: they are sent before the yield, and the next ones are waited for after it. A
-    rank then holds its own k and v, the visiting ones and the arriving ones: 6 B T D_kv / P
-    elements.
-    """
-    rank, world_size = rank_and_size(group)
-    visiting = torch.stack([k, v])
-    arriving = torch.empty_like(visiting)
-    for step in range(world_size - 1):
-        work = _send_on(visiting, arriving, group)
-        yield (rank - step) % world_size, visiting
-        work.wait()
-        visiting, arriving = arriving, visiting
-    yield (rank + 1) % world_size, visiting
-
-
-def _send_on(tensor, buffer, group):
-    """Start sending `tensor` to the next rank and receiving the previous rank's into `buffer`."""
-    rank, world_size = rank_and_size(group)
-    sends = [(tensor, (rank + 1) % world_size)]
-    return exchange(sends, [(buffer, (rank - 1) % world_size)], group, async_op=True)
-
-
 # ---- context parallelism: attention, block by block ----------------------------------------------
 #
-# A kernel (below) returns the attention in a block and its lse, the log of the sum of exp(score)
-# over the block's keys. With lse, outputs over two sets of keys can be merged, and no exp()
-# overflows:
+# block_attention() (see "kernels") returns the attention in a block and its lse, the log of the sum
+# of exp(score) over the block's keys. With lse, outputs over two sets of keys can be merged, and no
+# exp() overflows:
 #
 #     lse    = log(exp(lse_1) + exp(lse_2))      by torch.logaddexp(); lse >= lse_1, lse_2
 #     output = exp(lse_1 - lse) output_1 + exp(lse_2 - lse) output_2
@@ -533,11 +348,213 @@ def _zeros(x, shape):
     return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
+# ---- context parallelism: all-gather -------------------------------------------------------------
+
+
+def zigzag_allgather_attention(q, k, v, group=None):
+    """Causal attention of local queries to all keys and values, which every rank gathers.
+
+    q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. The shapes are the
+    same on all ranks. The tokens are those at context_positions(): with others the result is wrong,
+    and nothing shows it. On a GPU the dtype must be fp32, fp16 or bf16, and K elements must take a
+    multiple of 16 bytes. Raises ValueError if this rank's shapes or dtypes do not fit; ranks
+    where they fit then wait for this one until the group's timeout. Types: V, V, V -> V.
+    """
+    q, k, v = _checked(q, k, v, group)
+    return _AllGatherAttention.apply(q, k, v, group)
+
+
+def _checked(q, k, v, group):
+    """Return q, k and v, contiguous and cast by autocast; raise ValueError if they do not match."""
+    q, k, v = (autocasted(x).contiguous() for x in (q, k, v))
+    B, H, length, K = q.shape
+    fits = k.shape == v.shape == (B, k.shape[1], length, K) and q.dtype == k.dtype == v.dtype
+    if not fits or H % k.shape[1]:
+        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
+        raise ValueError(f"q, k and v are {shapes}: only heads may differ, and KV must divide H")
+    _, world_size = rank_and_size(group)
+    _check_chunks(world_size * length, world_size)
+    return q, k, v
+
+
+class _AllGatherAttention(torch.autograd.Function):
+    """forward: all-gather k and v, then attend. backward: reduce-scatter the gradients of k and v.
+
+    If the gather were its own Function, autograd would round gradients to k's dtype before the sum.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        rank, world_size = rank_and_size(group)
+        kv = torch.stack([k, v])  # (2, B, KV, T/P, K)
+        kv = torch.stack(kv.chunk(2, -2))  # its early and late chunk: (2, 2, B, KV, T/2P, K)
+        gathered = kv.new_empty(world_size, *kv.shape)  # (P, 2, 2, B, KV, T/2P, K)
+        all_gather_single(gathered, kv, group)
+        gathered = _by_position(gathered)  # (2, B, KV, T, K)
+        ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
+        output, lse = _no_keys_yet(q)
+        for block in ctx.blocks:
+            _attend(block, q, *gathered, output, lse)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, gathered, output, lse)
+        ctx.group = group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        q, kv, output, lse = ctx.saved_tensors
+        _, world_size = rank_and_size(ctx.group)
+        grad_q, grad_kv = (_zeros(x, x.shape) for x in (q, kv))
+        for block in ctx.blocks:
+            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
+        grad_kv = _by_rank(grad_kv, world_size)  # (2, B, KV, T, K) -> (P, 2, 2, B, KV, T/2P, K)
+        own = grad_kv.new_empty(grad_kv.shape[1:])  # (2, 2, B, KV, T/2P, K)
+        reduce_scatter_single(own, grad_kv, group=ctx.group)
+        grad_k, grad_v = torch.cat(own.unbind(), -2).to(kv.dtype)  # (B, KV, T/P, K) each
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def _by_position(parts):
+    """Join all ranks' chunks in the order of positions: for P = 2, [[0, 3], [1, 2]] to 0 1 2 3.
+
+    parts: each rank's early and late chunk, (P, 2, ..., T/2P, K) -> (..., T, K).
+    """
+    early, late = parts.unbind(1)
+    return torch.cat([*early, *reversed(late.unbind())], -2)
+
+
+def _by_rank(whole, world_size):
+    """Undo _by_position(): cut 0 1 2 3 into [[0, 3], [1, 2]], two chunks for each rank."""
+    chunks = whole.chunk(2 * world_size, -2)
+    of_ranks = []
+    for rank in range(world_size):
+        of_ranks += [chunks[rank], chunks[2 * world_size - 1 - rank]]
+    return torch.stack(of_ranks).unflatten(0, (world_size, 2))
+
+
+# ---- context parallelism: ring -------------------------------------------------------------------
+
+
+def zigzag_ring_attention(q, k, v, group=None):
+    """Do the same as zigzag_allgather_attention(), but pass k and v around the ring, in P-1 steps.
+
+    They travel while attention to those of the step before is computed. Types: V, V, V -> V.
+    """
+    q, k, v = _checked(q, k, v, group)
+    return _RingAttention.apply(q, k, v, group)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attend to the k and v that visit a rank, its own first; in backward its own come last."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        rank, _ = rank_and_size(group)
+        output, lse = _no_keys_yet(q)
+        for source, kv in _visitors(k, v, group):
+            _attend(ring_block(rank, source, q.shape[2]), q, *kv, output, lse)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.group = group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        q, k, v, output, lse = ctx.saved_tensors
+        rank, _ = rank_and_size(ctx.group)
+        # G_i, the gradients of rank i's k and v, travel one step behind k and v. Each rank adds its
+        # part and sends the sum on. Rank i computes its own part while the others' sum arrives. For
+        # rank 0 of P = 3:
+        #
+        #     k, v of    computes       adds from rank 2    sends to rank 1
+        #     rank 2     part of G_2                        1 of 3 parts of G_2
+        #     rank 1     part of G_1    1 part of G_1       2 of 3 parts of G_1
+        #     rank 0     part of G_0    2 parts of G_0      nothing: G_0 is complete
+        grad_q = _zeros(q, q.shape)
+        received = _zeros(k, (2, *k.shape))  # what the previous rank has summed
+        work = None
+        visits = _visitors(k, v, ctx.group)
+        next(visits)  # begins to send this rank's own k and v, whose turn comes at the end
+        for source, kv in chain(visits, [(rank, (k, v))]):
+            block = ring_block(rank, source, q.shape[2])
+            grad_kv = _zeros(k, (2, *k.shape))
+            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
+            if work is not None:
+                work.wait()
+                grad_kv += received
+            if source != rank:
+                work = _send_on(grad_kv, received, ctx.group)
+        grad_k, grad_v = grad_kv.to(k.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def _visitors(k, v, group):
+    """Yield (source, its k and v) as they visit rank r: its own, then those of r-1, r-2 and so on.
+
+    During each visit but the last, k and v travel on: they are sent before the yield, and the next
+    ones are waited for after it. A rank then holds its own k and v, the visiting ones and the
+    arriving ones: 6 B T D_kv / P elements.
+    """
+    rank, world_size = rank_and_size(group)
+    visiting = torch.stack([k, v])
+    arriving = torch.empty_like(visiting)
+    for step in range(world_size - 1):
+        work = _send_on(visiting, arriving, group)
+        yield (rank - step) % world_size, visiting
+        work.wait()
+        visiting, arriving = arriving, visiting
+    yield (rank + 1) % world_size, visiting
+
+
+def _send_on(tensor, buffer, group):
+    """Start sending `tensor` to the next rank and receiving the previous rank's into `buffer`."""
+    rank, world_size = rank_and_size(group)
+    sends = [(tensor, (rank + 1) % world_size)]
+    return exchange(sends, [(buffer, (rank - 1) % world_size)], group, async_op=True)
+
+
+# ---- context parallelism: Ulysses ----------------------------------------------------------------
+
+
+def zigzag_ulysses_attention(q, k, v, group=None):
+    """Causal attention over the whole sequence in 1/P of the heads, between two all-to-alls.
+
+    The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
+    the second one turns the result back. P must divide H, and either P divides KV or KV divides P;
+    if KV < P, k and v are repeated to P heads (D_kv = P K). For shapes and tokens, see
+    zigzag_allgather_attention(). Types: V, V, V -> V.
+    """
+    q, k, v = _checked(q, k, v, group)
+    _, world_size = rank_and_size(group)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads % world_size or (kv_heads % world_size and world_size % kv_heads):
+        raise ValueError(f"{heads=} and {kv_heads=} cannot be dealt out to cp={world_size} ranks")
+    if kv_heads < world_size:
+        k, v = (x.repeat_interleave(world_size // kv_heads, 1) for x in (k, v))
+    # Each rank gets n = (H + 2 KV)/P heads of q, k and v together. KV is now at least P.
+    parts = torch.cat([x.unflatten(1, (world_size, -1)) for x in (q, k, v)], 2)  # (B, P, n, T/P, K)
+    parts = parts.movedim(1, 0)  # (P, B, n, T/P, K): part j is for rank j
+    parts = torch.stack(parts.chunk(2, -2), 1)  # its early and late chunk: (P, 2, B, n, T/2P, K)
+    parts = all_to_all_in_group(parts, group=group)  # part j is from rank j
+    whole = _by_position(parts)  # (B, n, T, K)
+    qkv = whole.split([x.shape[1] // world_size for x in (q, k, v)], 1)
+    y = attention(*qkv)  # (B, H/P, T, K)
+    parts = _by_rank(y, world_size)  # (P, 2, B, H/P, T/2P, K): part j is for rank j
+    parts = all_to_all_in_group(parts, group=group)  # part j has the heads of rank j
+    parts = parts.movedim(0, 2)  # early chunks and late ones: (2, B, P, H/P, T/2P, K)
+    return torch.cat(parts.unbind(), -2).flatten(1, 2)  # (B, P, H/P, T/P, K) -> (B, H, T/P, K)
+
+
 # ---- kernels -------------------------------------------------------------------------------------
 #
-# F.scaled_dot_product_attention() does not return lse, so these functions call its kernels: flash
-# attention or, for fp32 on GPUs, the memory-efficient one, which needs as many heads of k and v as
-# of q and pads lse to a multiple of 32 queries.
+# F.scaled_dot_product_attention() does not return lse, so these functions call its kernels:
+#
+#     on a CPU           flash attention for CPUs
+#     16 bits on a GPU   flash attention
+#     fp32 on a GPU      memory-efficient attention, which needs as many heads of k and v as of q,
+#                        and pads lse to a multiple of 32 queries
 
 aten = torch.ops.aten
 
@@ -561,11 +578,11 @@ def block_attention_backward(grad_output, q, k, v, output, lse, causal):
     if q.device.type == "cpu":
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad_output, q, k, v, output, lse, **options)
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # not used without dropout
-    options |= {"philox_seed": seed, "philox_offset": seed}
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of dropout
+    options |= {"philox_seed": unused, "philox_offset": unused}
     if q.dtype in (torch.float16, torch.bfloat16):
         kernel = aten._scaled_dot_product_flash_attention_backward
-        options |= {"cum_seq_q": None, "cum_seq_k": None}  # of sequences of unlike lengths
+        options |= {"cum_seq_q": None, "cum_seq_k": None}  # for sequences of unlike lengths
         options |= {"max_q": q.shape[2], "max_k": k.shape[2]}
         return kernel(grad_output, q, k, v, output, lse.contiguous(), **options)
     kernel = aten._scaled_dot_product_efficient_attention_backward
@@ -623,13 +640,12 @@ def context_parallel_bytes(
 #                backward of 5 4 3             frees it
 #                forward of 0 1 2 again, backward of 2 1 0
 #
-# If a layer's input takes c bytes, and all that a layer keeps takes a bytes, L layers need at most
-# c L/n + a n: inputs, and what n layers keep. This is least with n = sqrt(c L/a), which is the
-# well-known sqrt(L) if a = c. A transformer's layer keeps a = 17 c, by activation_bytes() without
-# tp, with dropout and with fused attention. So n = 2, which needs c L/2 + 34 c, is better than
-# n = 1, which needs c L + 17 c, only if a stage has more than 34 layers. A pipeline stage keeps the
-# inputs of m microbatches in flight, but recomputes one at a time: m c L/n + a n, with
-# n = sqrt(m c L/a).
+# With c bytes for a layer's input, a bytes for all that a layer keeps, and L layers, this needs
+# c L/n for the inputs and a n for the layers that run again. The sum is least for n = sqrt(c L/a).
+# If a = c, n is the well-known sqrt(L). But a transformer's layer keeps a = 17 c, by
+# activation_bytes() without tp, with dropout and fused attention. So n = 2, with c L/2 + 34 c,
+# needs less than n = 1, with c L + 17 c, only from 35 layers on. A pipeline stage keeps the inputs
+# of m microbatches in flight, but recomputes one at a time: c L becomes m c L.
 
 
 def recompute(function, *inputs):
@@ -719,15 +735,17 @@ def activation_bytes(
     split = tp if sequence_parallel else 1
     if recomputation == "full":
         return itemsize * elements / split
-    # Bytes for each of them: the inputs of 2 norms and of 2 column-parallel layers, and 2 masks.
+    # All in bytes per element of (B, T, D). The inputs of 2 norms and of 2 column-parallel layers,
+    # and 2 masks:
     outside = 4 * itemsize + 2 * masks
-    # Numbers for each element: q and attention's output; k and v; the input and output of GeLU.
+    # q and attention's output; k and v; the input and output of GeLU:
     inside = 2 + 2 * (kv_heads or heads) / heads + 2 * (4 if ffn is None else ffn / hidden)
-    # Bytes for each element: softmax's output, and the output and the mask of the dropout after it.
+    inside *= itemsize
+    # softmax's output, and the output and the mask of the dropout after it:
     scores = (itemsize + masks * (itemsize + 1)) * heads * seq_len / hidden
     if recomputation == "selective":
         scores = 0
-    return elements * (outside / split + (itemsize * inside + scores) / tp)
+    return elements * (outside / split + (inside + scores) / tp)
 
 
 def recomputation_bytes(layers, size, layer_input, whole_layer, microbatches=1):

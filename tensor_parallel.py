@@ -87,18 +87,22 @@ from collectives import (
 # f and g are autograd functions of collectives.py. f returns x, and its backward all-reduces the
 # gradient. g all-reduces x, and its backward returns the gradient.
 #
-# Docstrings give the type of each tensor by its first letter (see "derivatives" in collectives.py):
+# A tensor has one of four types over the ranks (see "derivatives" in collectives.py). Ranks use a
+# tensor identically if all compute the same from it, so that each has its whole gradient. They use
+# it differently if each computes something of its own from it, say f(X) A_r, so that each has only
+# a term of its gradient. Docstrings give types by their first letters. P is a type only there; in
+# sizes and in code it is the number of ranks.
 #
-#     I  invariant     equal on all ranks, which use it identically    X, Z, the loss, norms
-#     R  replicated    equal on all ranks, which use it differently    f(X)
-#     V  varying       this rank's own                                 A_r, C_r, U_r, Y_r, logits
-#     P  partial       a term of the sum that is meant                 Z_r
+#                      on the ranks                      gradient    for example
+#     I  invariant     equal, and used identically       I           X, Z, the loss, norms
+#     R  replicated    equal, but used differently       P           f(X)
+#     V  varying       each rank's own                   V           A_r, C_r, U_r, Y_r, logits
+#     P  partial       terms, of which the sum counts    R           Z_r
 #
 # They show where a message is missing. In split_mlp(), f takes X from I to R. The product of an R
 # with A_r, a V, is U_r, a V. GeLU takes V to V. The product of Y_r and C_r, both V, is a P, and g
-# takes it to I. Without f the types do not fit: X is I, and A_r differs between ranks, so they
-# would not use X identically. Z would still be right, but rank r's gradient of X would be
-# dU_r A_r' alone, without a sum.
+# takes it to I. Without f the types do not fit: X is I, but each rank multiplies it by its own A_r.
+# Z would still be right, but rank r's gradient of X would be dU_r A_r' alone, without a sum.
 
 
 def column_linear(x, weight, bias=None, group=None):
@@ -186,8 +190,8 @@ def split_cross_entropy(logits, target, group=None):
     `row` is log(sum(exp(row))) - row[target]. The logits stay split, and ranks exchange three
     numbers for each token. Do not gather them: of whole logits, every rank's sum would be whole,
     and the normalizer P times too large. Sums are in the dtype of the logits, so pass them in fp32
-    at least. There is no ignore_index: a target outside the vocabulary, such as -100, gives NaN.
-    Types: logits V -> I.
+    at least. There is no ignore_index: for a target outside the vocabulary, such as -100, the loss
+    is NaN, and its gradient is zero. Types: logits V -> I.
     """
     rank, P = rank_and_size(group)
     largest = logits.detach().amax(1)  # (N,)
@@ -205,9 +209,9 @@ def split_cross_entropy(logits, target, group=None):
 # ==== upper floor =================================================================================
 #
 # The functions above are tensor parallelism. This is the same GPT, made of the modules below, with
-# sequence parallelism. Every rank has all sequences, but outside of f and g only the r-th of P
-# chunks of their tokens. Here they lie along dim 0, (T, B, D), so that a chunk is contiguous. Seed
-# all ranks alike first: each draws every whole matrix, and keeps its part.
+# biases, positions and sequence parallelism. Every rank has all sequences, but outside of f and g
+# only the r-th of P chunks of their tokens. Here they lie along dim 0, (T, B, D), so that a chunk
+# is contiguous. Seed all ranks alike first: each draws every whole matrix, and keeps its part.
 #
 #     split = {"group": group, "sequence_parallel": True}
 #     embedding = VocabParallelEmbedding(vocabulary, D, **split)  # its weight serves the head, too
@@ -233,7 +237,8 @@ def split_cross_entropy(logits, target, group=None):
 #     x = x + positions(own_positions).unsqueeze(1)
 #     for layer in layers:
 #         x = x + layer.attention(layer.norm_1(x))  # attention sees all T positions
-#         x = x + layer.down(F.gelu(layer.up(layer.norm_2(x))))  # (T, B, 4 D/P) between up and down
+#         y = F.gelu(layer.up(layer.norm_2(x)), approximate="tanh")  # (T, B, 4 D/P)
+#         x = x + layer.down(y)
 #     logits = column_parallel_linear(norm(x), embedding.weight, **split)  # (T, B, vocabulary/P)
 #     logits = logits.flatten(0, 1)  # in the order of targets.flatten()
 #     losses = vocab_parallel_cross_entropy(logits, targets.flatten(), vocabulary, group=group)
@@ -243,20 +248,20 @@ def split_cross_entropy(logits, target, group=None):
 #     optimizer.step()
 #
 # Without sequence_parallel x is (T, B, D) on every rank, and nothing is marked. A norm for clipping
-# must sum the squares of split parameters over the group, and count copies once. For gradients of
-# the former, `parts`, and of the latter, `copies`, it is get_total_norm() of ddp.py, called twice:
-# get_total_norm([get_total_norm(parts, [group]), *copies]).
+# counts each parameter once. Let `parts` be the gradients of split parameters, and `copies` those
+# of the others. get_total_norm() of ddp.py sums squares over groups that it is given, so first
+# of_parts = get_total_norm(parts, [group]), then the norm is get_total_norm([of_parts, *copies]).
 #
-# Sections follow on the linear layers, the modules, the loss, and the marked copies. Behind a
-# banner of its own stands what large chunks and pipelines add to the linear layers.
+# Sections follow on linear layers, split parameters, modules, vocabulary and loss, copies whose
+# gradients are parts, fp16, and cost. Behind a banner of its own stands what large chunks and
+# pipelines add to the linear layers.
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
 # column_parallel_linear() and row_parallel_linear() compute what column_linear() and row_linear()
 # do, and send while they compute. With sequence parallelism f gathers the chunks of X, and its
 # backward is a reduce-scatter, which sums dX and gives each rank its chunk. g is the reverse. A
-# layer's weight W, (out, in), is A' or C' of the ground floor. F.linear(X, W) is X W', where the
-# transpose W' is A or C again. So the layers compute
+# weight W is (out, in), as in nn.Linear, and W' is its transpose, by which F.linear() multiplies:
 #
 #     column    forward     gather X;    Y = X W' + b
 #               backward    gather X;    dX = dY W, and scatter its sum;    dW = dY' X
@@ -268,6 +273,10 @@ def split_cross_entropy(logits, target, group=None):
 # gathered, and sums are all-reduces.
 #
 # A function begin_...() returns a function that waits for the result and returns it.
+#
+# The section is complete without what the end of this file adds for large chunks and for pipelines.
+# Three lines marked as additions lead there. For pipelines alone are the argument `defer` and what
+# the Functions keep as for_pipelines.
 
 
 def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
@@ -275,12 +284,11 @@ def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=F
 
     sequence_parallel: whether x is this rank's chunk of X, along dim 0. Chunks must have the same
         size on all ranks, or gloo ends the process, and NCCL may hang.
-    defer: a pipeline's store for the weight's gradient, see "where a weight's gradient goes".
+    defer: in a pipeline, its WeightGradStore, see "where a weight's gradient goes".
     Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
     x = autocasted(x)  # before x is saved and sent
-    begin_dweight = weight_gradient_of(weight, defer)
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, begin_dweight)
+    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
 
 
 def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=None):
@@ -294,20 +302,16 @@ def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=No
     P = dist.get_world_size(group)
     if sequence_parallel and len(x) % P:
         raise ValueError(f"T={len(x)} is not divisible by tp={P}")
-    x = autocasted(x)
-    begin_dweight = weight_gradient_of(weight, defer)
-    return _RowLinear.apply(x, weight, group, sequence_parallel, begin_dweight)
+    return _RowLinear.apply(autocasted(x), weight, group, sequence_parallel, defer)
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Compute y = x W' + b, where x is gathered first if `split`.
-
-    begin_dweight: begin_weight_gradient(), or what a pipeline has in its place.
-    """
+    """Compute y = x W' + b, where x is gathered first if `split`."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, split, begin_dweight):
-        ctx.arguments = group, split, begin_dweight
+    def forward(ctx, x, weight, bias, group, split, defer):
+        ctx.arguments = group, split
+        ctx.for_pipelines = weight, defer
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         _, y = gather_and_multiply(x, weight, bias, split, group)
         return y
@@ -316,11 +320,11 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        group, split, begin_dweight = ctx.arguments
+        group, split = ctx.arguments
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dx = dweight = dbias = None
         if wants_weight:
-            get_dweight = begin_dweight(dy, x, split, group)
+            get_dweight = begin_weight_gradient(dy, x, split, group, *ctx.for_pipelines)
         if wants_x:  # dY W is computed while X is gathered
             get_dx = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
         if wants_weight:  # dW is computed while dX is summed
@@ -336,8 +340,9 @@ class _RowLinear(torch.autograd.Function):
     """Compute y = the sum of x W' over the ranks, or, if `split`, this rank's chunk of it."""
 
     @staticmethod
-    def forward(ctx, x, weight, group, split, begin_dweight):
-        ctx.arguments = group, split, begin_dweight
+    def forward(ctx, x, weight, group, split, defer):
+        ctx.arguments = group, split
+        ctx.for_pipelines = weight, defer
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return multiply_and_sum(x, weight, split, group)
 
@@ -345,22 +350,24 @@ class _RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        group, split, begin_dweight = ctx.arguments
+        group, split = ctx.arguments
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         dx = dweight = None
         if wants_x:
-            dy, dx = gather_and_multiply(dy, weight.to(dy.dtype).t(), None, split, group)
+            transposed = weight.to(dy.dtype).t()  # F.linear() transposes it back: dX = dY W
+            dy, dx = gather_and_multiply(dy, transposed, None, split, group)
         else:
             dy = begin_gather(dy, split, group)()
         if wants_weight:
-            dweight = begin_dweight(dy, x, False, group)()
+            get_dweight = begin_weight_gradient(dy, x, False, group, *ctx.for_pipelines)
+            dweight = get_dweight()
         return dx, dweight, None, None, None
 
 
 def gather_and_multiply(x, weight, bias, split, group=None):
     """Return X, which is x, or gathered from all ranks' x if `split`, and X W' + b."""
-    if split and by_chunks(x.nbytes, x.device, group):  # see "products by chunks"
-        return gather_by_chunks(x, weight, bias, group)
+    if split and by_chunks(x.nbytes, x.device, group):
+        return gather_by_chunks(x, weight, bias, group)  # addition: "products by chunks"
     x = begin_gather(x, split, group)()
     return x, F.linear(x, weight, bias)
 
@@ -370,12 +377,18 @@ def multiply_and_sum(x, weight, split, group=None):
     if split:
         rows = x.shape[:-1].numel() // dist.get_world_size(group)
         if by_chunks(rows * len(weight) * x.itemsize, x.device, group):
-            return scatter_by_chunks(x, weight, group)
+            return scatter_by_chunks(x, weight, group)  # addition: "products by chunks"
     return begin_sum(F.linear(x, weight), split, group)()
 
 
-def begin_weight_gradient(dy, x, split, group):
-    """Begin to gather x if `split`. Return a function that returns dW = dy' X."""
+def begin_weight_gradient(dy, x, split, group, parameter, defer):
+    """Begin to gather x if `split`. Return a function that returns dW = dy' X.
+
+    parameter: the weight itself. The tensor that autograd saves may lack its hooks.
+    """
+    if defer is not None and is_plain_leaf(parameter):
+        # addition: "where a weight's gradient goes"
+        return begin_in_pipeline(dy, x, split, group, parameter, defer)
     get_x = begin_gather(x, split, group, async_op=True)
     return lambda: weight_gradient(dy, get_x())
 
@@ -539,6 +552,8 @@ class ParallelSelfAttention(nn.Module):
     x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel. D is hidden, H is heads.
     kv_heads: KV, for grouped-query attention, where H/KV query heads share a key and a value head.
     attention_fn: maps q (B, H/P, T, K) and k, v (B, KV/P, T, K) to (B, H/P, T, K), where K = D/H.
+        If it has dropout, it must draw inside a ShardedRandomState, or all ranks' heads get the
+        same mask.
     options: group, sequence_parallel and defer of column_parallel_linear().
     Types: x I -> I, with sequence_parallel V -> V. For parameters, see the two linear layers.
     Raises ValueError unless P divides kv_heads, kv_heads divides heads, and heads divides hidden.
@@ -578,12 +593,16 @@ def attention(q, k, v, dropout=0.0):
 
 
 class ShardedRandomState:
-    """Make random numbers differ between ranks: `with state: F.dropout(...)`.
+    """Lets ranks, whose generators are seeded alike, draw different random numbers for a while.
 
-    Global generators must be seeded alike on all ranks, so that a tensor that all ranks hold gets
-    the same dropout mask. Heads or tokens that differ between ranks need different masks, so `with`
-    makes a seed of the rank and a number from the CPU generator. checkpoint() restores that
-    generator, so recomputation draws the same masks.
+        state = ShardedRandomState(device, group)
+        x = F.dropout(x, p)  # equal on all ranks, and so is the mask
+        with state:
+            y = F.dropout(y, p)  # this rank's heads or tokens: each rank has a mask of its own
+
+    `with` seeds the device's generator by the rank and a number that all ranks draw alike from the
+    CPU generator. At its end the device's generator is again what it was. checkpoint() restores the
+    CPU generator before it runs a function again, so the masks are the same again, too.
     """
 
     def __init__(self, device, group=None):
@@ -665,8 +684,8 @@ def vocab_parallel_cross_entropy(
 
     Forward computes the logits' gradient in fp32 at least, and keeps it for backward in their
     dtype. For fp16 logits it stays in fp32, and inplace has no effect, since small numbers would
-    be 0 in fp16 before backward multiplies them by the loss scale. A backward with
-    retain_graph=True copies the gradient.
+    be 0 in fp16 before backward multiplies them by the loss scale. Backward overwrites it, so a
+    second backward, after one with retain_graph=True, raises RuntimeError.
 
     Raises ValueError unless logits has as many columns as this rank's part, say if it was gathered.
     """
@@ -680,13 +699,12 @@ def vocab_parallel_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     """Compute log(sum(exp(row))) - row[target] for each row of logits that are split by columns.
 
-    backward    softmax(row) - one_hot(target), computed in forward, times the loss's gradient
+    The gradient of a row is softmax(row) - one_hot(target), times that of its loss. Forward turns
+    the logits into it step by step, in a tensor x, and keeps it for backward:
 
-    In forward, x begins as the logits and becomes this gradient step by step, in fp32 at least:
-
-        logits       x                                   the gradient that is kept for backward
-        fp32, fp64   a copy; with inplace the logits     x
-        bf16         a copy in fp32                      a copy in bf16; with inplace the logits
+        logits       x is                                what is kept
+        fp32, fp64   a copy, or with inplace the logits  x
+        bf16         a copy in fp32                      a copy in bf16, or with inplace the logits
         fp16         a copy in fp32                      x: fp16 would round small numbers to 0
     """
 
@@ -722,8 +740,6 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_output):
         (grad,) = ctx.saved_tensors
         scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
-        if torch._C._autograd._get_current_graph_task_keep_graph():  # private API: retain_graph
-            grad = grad.clone()  # another backward will need the saved one
         return grad.mul_(scale).to(ctx.dtype), None, None, None, None, None, None
 
 
@@ -739,15 +755,14 @@ class _CrossEntropy(torch.autograd.Function):
 def mark_sum_over_tp(module):
     """Mark all parameters of the module as ones whose gradients must be summed over the group.
 
-    Mark a parameter if every rank has a copy of it but applies it to its own part of the tokens,
+    Mark a parameter if every rank has a copy of it, but applies it to its own part of the tokens,
     heads or columns only:
 
-        copied parameter                                  a rank applies it to     mark
-        norms, positions, router, shared experts          all tokens               no
-            with sequence parallelism                     its T/P tokens           yes
-        router, shared experts of MoE(tp_group=...)       its T/P tokens           yes
-        norm of q or k, between c_attn and c_proj         its H/P heads            yes
-        bias of RowParallelLinear                         what norms apply to      its class does
+        copied parameter                         without sequence parallelism    with it
+        norms outside f and g, and positions     no                              yes
+        norm of q or k                           yes                             yes
+        bias of RowParallelLinear                no                              its class does it
+        router and shared experts of MoE         if it has a tp_group            yes
 
     Nothing finds a parameter that is marked and should not be: the sum of complete gradients is P
     times too large, on all ranks alike. check_gradients_over_tp() finds what is not marked and
@@ -761,7 +776,11 @@ def mark_sum_over_tp(module):
 
 
 def parameters_to_sum_over_tp(model):
-    """Return {parameter: Shard or None} of marked parameters, or of zero.py's pieces of them."""
+    """Return {parameter: Shard or None} of the marked parameters that require a gradient.
+
+    With FullyShardedDataParallel (zero.py) a parameter here is a piece, the part of the flattened
+    parameter that this data-parallel rank keeps. Its whole_shape and offset say which part.
+    """
     marked = {}
     for module in model.modules():
         shards = getattr(module, "shards", {})
@@ -780,7 +799,7 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
 
     parameters: from parameters_to_sum_over_tp(). A gradient that is None counts as zero.
     check: whether to raise ValueError on all ranks if the sum would mix unlike parts, since a
-        parameter is split over the group, or since zero.py's pieces of one differ between ranks.
+        parameter is split over the group, or since ranks have different pieces of it.
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
@@ -807,9 +826,9 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
 
     Copies with different gradients drift apart. Copies that begin unlike stay so. Every parameter
     that no Shard splits over the group is a copy. Kernels may round differently. So a rank's
-    gradient counts as different if its distance from the mean of all ranks' is a larger fraction of
-    the mean's norm than `tolerance`, and than the eps of the parameter's dtype, which is 0.008 for
-    bf16. The same holds for weights, whose distance is estimated.
+    gradient, or weight, counts as different if its distance from the mean of all ranks' is a larger
+    fraction of the mean's norm than `tolerance`, and than the eps of the parameter's dtype, which
+    is 0.008 for bf16.
 
     Return whether all gradients are finite, since others count as equal: in fp16 the first steps
     may overflow. Each mean takes an all-reduce, so call this on all ranks after the sums of a step,
@@ -823,10 +842,10 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
     copies = _copies_over(model, group)
     if not copies:
         return True
-    distances = _distances_from_mean(copies.values(), group)
-    of_weights = _distances_of_weights(copies.values(), group)
+    of_gradients = _distances_from_mean(map(_gradient_of, copies.values()), group)
+    of_weights = _distances_from_mean(copies.values(), group)
     fault = ""
-    if names := _too_far(copies, distances, tolerance):
+    if names := _too_far(copies, of_gradients, tolerance):
         cure = "use mark_sum_over_tp() or, if each rank has its own part, set_shard()"
         fault += f"gradients of {names} differ between ranks of tp: {cure}. "
         fault += "If they have been clipped, all ranks must use one norm. "
@@ -835,7 +854,7 @@ def check_gradients_over_tp(model, group=None, tolerance=1e-3):
         fault += f"weights of {names} differ between ranks of tp: {cure}. "
     if fault:
         raise ValueError(fault.strip())
-    return not any(map(math.isnan, distances))
+    return not any(map(math.isnan, of_gradients))
 
 
 def _copies_over(model, group):
@@ -866,61 +885,38 @@ def _too_far(copies, distances, tolerance):
     return ", ".join(names)
 
 
+def _gradient_of(parameter):
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
 @torch.no_grad()
-def _distances_from_mean(parameters, group):
-    """Return the largest distance of a rank's gradient from the mean, relative to the mean."""
+def _distances_from_mean(tensors, group):
+    """Return the largest distance of a rank's tensor from the mean, relative to the mean's norm."""
     distances = []
-    for parameter in parameters:
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        grad = grad.detach().to(torch.promote_types(grad.dtype, torch.float32))
-        mean = grad.clone(memory_format=torch.contiguous_format)
+    for tensor in tensors:
+        own = tensor.detach()
+        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        mean = own.clone(memory_format=torch.contiguous_format)
         all_reduce(mean, ReduceOp.AVG, group)
         norm = torch.linalg.vector_norm(mean).clamp(min=1e-30)  # 0 / 1e-30 is 0, inf / inf is NaN
-        distances.append(torch.linalg.vector_norm(mean.sub_(grad)) / norm)
+        distances.append(torch.linalg.vector_norm(mean.sub_(own)) / norm)
     distances = torch.stack(distances)
     all_reduce(distances, ReduceOp.MAX, group)  # so that all ranks come to the same conclusion
     return distances.tolist()
 
 
-@torch.no_grad()
-def _distances_of_weights(parameters, group):
-    """Estimate how far apart ranks' copies of each weight are, relative to its norm.
-
-    Equal weights have equal products with a random vector. Those of unlike weights differ by about
-    as much as the weights, but may be close by chance, so each eighth of a weight has a product of
-    its own. One all-reduce of 17 numbers per weight is enough.
-    """
-    products = []
-    norms = []
-    for parameter in parameters:
-        weight = parameter.detach().flatten()
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        generator = torch.Generator(weight.device).manual_seed(0)  # the same vector on all ranks
-        vector = torch.randn(
-            weight.shape, generator=generator, dtype=weight.dtype, device=weight.device
-        )
-        eighths = zip(weight.tensor_split(8), vector.tensor_split(8))
-        products += [part @ random for part, random in eighths]
-        norms.append(torch.linalg.vector_norm(weight))
-    products = torch.stack(products)
-    largest = torch.cat([products, -products, torch.stack(norms)])
-    all_reduce(largest, ReduceOp.MAX, group)
-    highest, minus_lowest, norms = largest.split([len(products), len(products), len(norms)])
-    spreads = torch.linalg.vector_norm((highest + minus_lowest).view(-1, 8), dim=1)
-    return (spreads / norms.clamp(min=1e-30)).tolist()
-
-
 # ---- fp16: skip a step on all ranks --------------------------------------------------------------
 #
-# With fp16, a gradient may overflow on one rank only. All ranks must then skip the step, or copies
-# differ from then on. With zero.py's wrapper they do. Without it, torch.amp.GradScaler decides on
-# each rank by itself, so let ranks share what they find, before scaler.unscale_() or scaler.step().
-# Every rank must have a gradient, or this fails on the ranks without one, and the others hang:
+# In fp16 a gradient may overflow on one rank only. torch.amp.GradScaler then skips the step there,
+# and copies differ from then on. zero.py's wrapper prevents this. Without it, let ranks share what
+# they find, before scaler.unscale_() or scaler.step(). `group` has all ranks of the model, those of
+# other pipeline stages, too. Each must have a gradient, or it fails and the others wait for it:
 #
 #     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-#     norm = torch.nn.utils.get_total_norm(gradients)
+#     norm = torch.nn.utils.get_total_norm(gradients)  # not finite if one of them is not
 #     all_reduce(norm, group=group)
-#     gradients[0].add_(0 * norm)  # NaN if a rank's norm is infinite or NaN, and 0 otherwise
+#     for gradient in gradients:
+#         gradient.add_(0 * norm)  # NaN if a rank's norm is infinite or NaN, and 0 otherwise
 
 # ---- cost ----------------------------------------------------------------------------------------
 
@@ -932,7 +928,7 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 
 # ==== additions to the linear layers ==============================================================
 #
-# Large chunks allow more overlap. A pipeline wants a weight's gradient later, or in other memory.
+# Large chunks allow more overlap. A pipeline wants dW later, or where the sum of earlier ones is.
 
 # ---- products by chunks --------------------------------------------------------------------------
 #
@@ -1014,44 +1010,33 @@ def _linear_into(output, x, weight, bias=None):
 
 # ---- where a weight's gradient goes --------------------------------------------------------------
 #
-# From begin_weight_gradient(), backward gets dW and returns it to autograd, which adds it to .grad.
-# In a pipeline (pipeline.py), `defer` is a WeightGradStore, and backward calls
-# begin_in_pipeline() in its place, which does one of these:
+# A step of a pipeline (pipeline.py) runs the backwards of several microbatches. Its WeightGradStore
+# is the argument `defer` of layers, and changes in backward what becomes of dW:
 #
-#     a graph or a hook needs dW    begin_weight_gradient(), see is_plain_leaf()
-#     else, if defer.open           put() takes a function that gathers X and computes dW. The
-#                                   pipeline calls it later, when it would otherwise wait. Autograd
-#                                   gets None
-#     else                          add_weight_gradient(), which the function of put() calls, too
+#     defer.open          Other stages wait for dX, but nobody for dW. So the store gets a function
+#                         that gathers X and computes dW. The pipeline calls it when it would
+#                         otherwise wait for messages
+#     defer.accumulates   True whenever the pipeline computes dW. If there is a .grad, as from the
+#                         second microbatch on, the product itself adds dW to it. This saves memory
+#                         for dW, and a pass over it
 #
-# If defer.accumulates, add_weight_gradient() lets the product itself add dW to .grad, which saves a
-# buffer and a pass over it. Autograd then gets None.
+# In both cases autograd gets None for dW, so nothing but .grad may need it: see is_plain_leaf(). A
+# function that waits in the store keeps dY, and that of a row-parallel layer with sequence
+# parallelism dZ as it was gathered, which takes P times the memory of a chunk.
 
 
-def weight_gradient_of(weight, defer):
-    """Return the function by which a layer's backward begins dW: (dy, x, split, group) -> get_dW.
-
-    It holds the weight itself, since the tensor that autograd saves may lack its hooks.
-    """
-    if defer is None:
-        return begin_weight_gradient
-    return partial(begin_in_pipeline, weight, defer)
-
-
-def begin_in_pipeline(weight, defer, dy, x, split, group):
+def begin_in_pipeline(dy, x, split, group, parameter, defer):
     """Do what begin_weight_gradient() does, but return a function that may return None for dW."""
-    if not is_plain_leaf(weight):
-        return begin_weight_gradient(dy, x, split, group)
 
     def compute_later():
         get_x = begin_gather(x, split, group)
-        return add_weight_gradient(weight, defer, dy, get_x())
+        return add_weight_gradient(parameter, defer, dy, get_x())
 
     if defer.open:
-        defer.put(weight, compute_later)
+        defer.put(parameter, compute_later)
         return lambda: None  # no gradient in this backward
     get_x = begin_gather(x, split, group, async_op=True)
-    return lambda: add_weight_gradient(weight, defer, dy, get_x())
+    return lambda: add_weight_gradient(parameter, defer, dy, get_x())
 
 
 def is_plain_leaf(weight):
@@ -1064,16 +1049,19 @@ def is_plain_leaf(weight):
     return weight.is_leaf and not weight._backward_hooks
 
 
-def add_weight_gradient(weight, defer, dy, x):
-    """Add dW = dy' x to .grad and return None, if `defer` accumulates. Otherwise return dW."""
-    has_memory = weight.grad is not None or hasattr(weight, "grad_view")
+def add_weight_gradient(parameter, defer, dy, x):
+    """Add dW = dy' x to .grad and return None, if `defer` accumulates. Otherwise return dW.
+
+    A parameter of zero.py has grad_view(), which returns the memory that its .grad is to have.
+    """
+    has_memory = parameter.grad is not None or hasattr(parameter, "grad_view")
     if not (defer.accumulates and has_memory):
         return weight_gradient(dy, x)  # autograd adds it to .grad, or makes the first .grad of it
     beta = 1
-    if weight.grad is None:  # grad_view() of zero.py is the memory that .grad is to have
-        weight.grad = weight.grad_view()
-        beta = 0
-    _multiply_into(weight.grad, _rows(dy).t(), _rows(x), beta)
+    if parameter.grad is None:
+        parameter.grad = parameter.grad_view()
+        beta = 0  # this memory is not yet written
+    _multiply_into(parameter.grad, _rows(dy).t(), _rows(x), beta)
     return None
 
 

@@ -2,20 +2,23 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import exercises
 import hybrid
-from collectives import gather_objects, rank_and_size
+import sequence_parallel
+from collectives import all_reduce, gather_objects, rank_and_size
 from ranks import on_ranks, shifted, soak
-from replicas import assert_close
+from replicas import assert_close, code_below
 from sequence_parallel import (
-    activation_bytes, dropout, recomputation_bytes, recompute, sequence_parallel_attention,
-    sequence_parallel_block, sequence_parallel_mlp, sum_gradients,
+    activation_bytes, dropout, recomputation_bytes, recompute, sequence_parallel_block,
+    sequence_parallel_mlp,
 )
 from tensor_parallel import attention
 from transformer import (
@@ -44,29 +47,44 @@ def test_the_short_form_of_an_mlp_agrees_with_the_real_one():
 
 
 @on_ranks(soak(1), 2, soak(3))
-def test_a_layer_of_short_forms_is_that_of_one_process_once_norms_gradients_are_summed():
+def test_the_step_that_opens_the_file_is_that_of_one_process():
+    """The comment's code runs as it stands: two layers, and all gradients."""
+    torch.set_default_dtype(torch.float64)
     rank, P = rank_and_size()
-    T, B, D, K = 3 * P, 2, 4 * P, 2
-    draw = lambda *shape: torch.randn(shape, dtype=torch.float64).mul_(0.3).requires_grad_()
-    norms = [nn.LayerNorm(D).double() for _ in range(2)]
-    of_norms = [parameter for norm in norms for parameter in norm.parameters()]
-    x, qkv, out, up, down = draw(T, B, D), draw(3, D, D), draw(D, D), draw(4 * D, D), draw(D, 4 * D)
+    T, B, D, K, vocabulary = 3 * P, 2, 4 * P, 2, 7
+    draw = lambda *shape: torch.randn(shape).mul_(0.3).requires_grad_()
+    embedding = nn.Embedding(vocabulary, D)
+    norm, *norms = [nn.LayerNorm(D) for _ in range(5)]
+    copies = [p for module in (embedding, norm, *norms) for p in module.parameters()]
+    tokens, targets = torch.randint(vocabulary, (2, T, B))
+    matrices = [(draw(3, D, D), draw(D, D), draw(4 * D, D), draw(D, 4 * D)) for _ in range(2)]
     first = lambda x: x.transpose(0, 1)
-    y = x + first(exercises.self_attention(first(norms[0](x)), qkv, out, K))
-    y = y + exercises.mlp(norms[1](y), up, down)
-    expected = torch.autograd.grad(y.sin().sum(), [x, qkv, out, up, down, *of_norms])
+    x = embedding(tokens)
+    for i, (qkv, out, up, down) in enumerate(matrices):
+        x = x + first(exercises.self_attention(first(norms[2 * i](x)), qkv, out, K))
+        x = x + exercises.mlp(norms[2 * i + 1](x), up, down)
+    logits = norm(x) @ embedding.weight.t()
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    split = [matrix for of_layer in matrices for matrix in of_layer]
+    dims = [1, 1, 0, 1] * 2
+    expected = torch.autograd.grad(losses.mean(), [*copies, *split])
 
-    dims = {x: 0, qkv: 1, out: 1, up: 0, down: 1}
     cut = lambda full, dim: full.detach().chunk(P, dim)[rank].clone()
-    parts = [cut(full, dim).requires_grad_() for full, dim in dims.items()]
-    own_x, own_qkv, own_out, own_up, own_down = parts
-    own_y = sequence_parallel_attention(own_x, norms[0], own_qkv, own_out, K)
-    own_y = sequence_parallel_mlp(own_y, norms[1], own_up, own_down)
-    assert_close(own_y, y.chunk(P)[rank])
-    own_y.sin().sum().backward()
-    sum_gradients(of_norms)
-    of_parts = list(map(cut, expected, dims.values()))
-    for parameter, grad in zip([*parts, *of_norms], [*of_parts, *expected[len(dims) :]]):
+    parts = [part.requires_grad_() for part in map(cut, split, dims)]
+    layers = []
+    for i in range(2):
+        qkv, out, up, down = parts[4 * i :][:4]
+        of_layer = {"norm_1": norms[2 * i], "norm_2": norms[2 * i + 1]}
+        layers.append(SimpleNamespace(**of_layer, qkv=qkv, out=out, up=up, down=down))
+    (step,) = code_below(sequence_parallel, "# ---- sequence parallelism: the idea")
+    names = dict(vars(sequence_parallel), rank=rank, t=P, tokens=tokens, targets=targets, K=K)
+    names |= {"embedding": embedding, "layers": layers, "norm": norm, "copies": copies}
+    exec(step, names)
+    loss = names["loss"].detach()
+    all_reduce(loss)
+    assert_close(loss, losses.sum())
+    of_parts = list(map(cut, expected[len(copies) :], dims))
+    for parameter, grad in zip([*copies, *parts], [*expected[: len(copies)], *of_parts]):
         assert_close(parameter.grad, grad)
 
 

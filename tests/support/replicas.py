@@ -2,8 +2,10 @@
 
 import copy
 import io
+import re
 import runpy
 from contextlib import redirect_stdout
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -109,6 +111,13 @@ def interleaved_group(size, count):
 def fail(*arguments):
     """Fail, as a hook."""
     raise KeyError("fails here")
+
+
+def code_below(module, banner):
+    """Return each indented piece of code in the comment below a banner of the module."""
+    comment = Path(module.__file__).read_text().split(banner)[1].split("# ---- ")[0]
+    indented = re.findall(r"(?:^#     .*\n)+", comment, re.MULTILINE)
+    return [re.sub(r"^#     ", "", code, flags=re.MULTILINE) for code in indented]
 
 
 def demonstration(module):
