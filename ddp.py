@@ -325,16 +325,22 @@ class Reducer:
     def begin_complete(self):
         """Begin the sums of complete buckets, up to the first bucket that is not complete."""
         while self.queue and not self.queue[0].missing:
-            self.begin(self.queue.popleft())
+            self.begin(self.queue[0])
+            self.queue.popleft()  # afterwards, so that a sum that could not begin is begun again
 
     def begin(self, bucket):
         bucket.begin()
         self.under_way.append(bucket)
 
+    def complete(self, buckets):
+        """Declare the gradients of these buckets final, and begin the sums that they have held up."""
+        for bucket in buckets:
+            bucket.missing.clear()
+        self.begin_complete()
+
     def finish(self):
         """Begin the sums that are left, although gradients are missing, and wait for all sums."""
-        while self.queue:
-            self.begin(self.queue.popleft())
+        self.complete(self.queue)
         while self.under_way:
             self.under_way.popleft().end()
 
