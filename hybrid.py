@@ -1951,7 +1951,7 @@ def views_in_whole(parameter, tensor, part=None):
     tensor: the parameter, or a tensor of the same layout, such as a moment.
     """
     # A piece of zero.py has the shape of what it is a piece of: here the part.
-    shape = getattr(parameter, "whole_shape", parameter.shape)
+    shape = getattr(parameter, "whole_shape", parameter.detach().shape)
     begin = getattr(parameter, "offset", 0)
     rest = tensor.detach().view(-1)
     views = {}
@@ -2078,7 +2078,7 @@ def state_of(trainer, placements):
 
 def is_moment(value, weight):
     """Return whether a value of an optimizer's state is a tensor of the weight's shape."""
-    return torch.is_tensor(value) and value.shape == weight.shape
+    return torch.is_tensor(value) and value.shape == weight.detach().shape
 
 
 def states_of_chunks(trainer):
@@ -2178,9 +2178,8 @@ def create_moments(trainer):
     """
     weights = trainer.parameters()
     gradients = [weight.grad for weight in weights]
-    zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))  # to save memory
     for weight in weights:
-        weight.grad = zeros[: weight.numel()].view(weight.shape)
+        weight.grad = torch.zeros_like(weight)
     trainer.optimizer.step()
     for weight, gradient in zip(weights, gradients):
         weight.grad = gradient
