@@ -121,7 +121,7 @@ def backward_in_buckets(loss, buckets):
 #     starts it when complete          starts it after those of earlier buckets       Reducer
 #     needs every gradient             takes .grad as it is, or zeros, for one that   Reducer
 #                                      does not come
-#     finishes when told to            finishes at the end of the outermost backward  the wrapper
+#     finishes when told to            finishes at the end of backward                the wrapper
 #
 # All of it comes together in DistributedDataParallel. The module's buffers come after it and can be
 # skipped, and so can the last floor, with checks and functions that zero.py and hybrid.py use, too.
@@ -325,16 +325,22 @@ class Reducer:
     def begin_complete(self):
         """Begin the sums of complete buckets, up to the first bucket that is not complete."""
         while self.queue and not self.queue[0].missing:
-            self.begin(self.queue.popleft())
+            self.begin(self.queue[0])
+            self.queue.popleft()  # afterwards, so that a sum that could not begin is begun again
 
     def begin(self, bucket):
         bucket.begin()
         self.under_way.append(bucket)
 
+    def complete(self, buckets):
+        """Declare the gradients of these buckets final, and begin the sums that they have held up."""
+        for bucket in buckets:
+            bucket.missing.clear()
+        self.begin_complete()
+
     def finish(self):
         """Begin the sums that are left, although gradients are missing, and wait for all sums."""
-        while self.queue:
-            self.begin(self.queue.popleft())
+        self.complete(self.queue)
         while self.under_way:
             self.under_way.popleft().end()
 
@@ -432,7 +438,7 @@ class DistributedDataParallel(nn.Module):
         if self.reducer.is_idle:  # this gradient is the first one of its backward
             self.start_grad_sync(awaited=self._bucket_of)
             if self.wait_in_backward:
-                at_end_of_outermost_backward(self._end_backward)
+                at_end_of_backward(self._end_backward)
         bucket = self._bucket_of[parameter]
         if parameter not in bucket.missing:
             what = f"a second gradient of {tuple(parameter.shape)} before the first one was reduced"
@@ -441,9 +447,12 @@ class DistributedDataParallel(nn.Module):
         self.reducer.mark_ready(bucket, parameter)
 
     def _end_backward(self):
-        # it is idle if two nodes have asked, or if a backward that failed has left a node that asks
-        if not self.reducer.is_idle:
-            self.finish_grad_sync()
+        # A reentrant checkpoint runs a backward inside of backward. If the first gradient comes in
+        # it, this is called at its end, where others are still to come.
+        if torch._C._current_autograd_node() is not None:  # private; nothing public
+            what = "the first gradient of a backward comes from a reentrant checkpoint"
+            raise RuntimeError(f"{what}: checkpoint with use_reentrant=False")
+        self.finish_grad_sync()
 
     @torch.no_grad()
     def start_grad_sync(self, awaited=()):
@@ -537,7 +546,8 @@ class DistributedDataParallel(nn.Module):
 #   raises RuntimeError on this rank if a round is under way, as after a backward() that failed.
 # - backward() raises RuntimeError on this rank if a gradient is sparse, comes again before it was
 #   reduced, or is itself to be differentiated (create_graph), or if a parameter was frozen,
-#   unfrozen or converted after wrapping.
+#   unfrozen or converted after wrapping. It also does so if the first gradient comes from within a
+#   reentrant checkpoint, as it may if no later layer is trained: use_reentrant=False.
 # - finish_grad_sync() raises RuntimeError on this rank, and sends nothing, if no round is under way
 #   here. Ranks that are in a round wait until this one calls start_grad_sync() and then it again.
 # - After a backward() that failed on this rank, the others wait for its sums. finish_grad_sync()
@@ -576,65 +586,6 @@ class DistributedDataParallel(nn.Module):
 # - Each wrapper orders its own buckets only. If one backward() passes through two wrappers, say of
 #   an encoder and a decoder, and autograd may reach them in unlike orders on different ranks, each
 #   of them needs a process group of its own.
-
-
-# ---- when a round ends ---------------------------------------------------------------------------
-#
-# A round begins with the first gradient of a backward, and must end when that backward ends: the
-# optimizer steps next, and a gradient that has not come by then will not come. So at its first
-# gradient, a round asks autograd to call a function when the running backward ends.
-#
-# But a backward may run inside another one. When backward reaches a reentrant checkpoint, it runs
-# the layers in it forward again, and an inner backward through them. Then it goes on with the
-# layers below. Autograd takes the inner one for the running one, and each of them has an end. For
-# layers 1 to 4, of which a reentrant checkpoint holds 2 and 3:
-#
-#     no checkpoint       4   3   2   1   end: the round ends
-#                         asks
-#
-#     checkpoint          4   [ checkpoint ]   1   end: the round ends
-#                         asks  3   2   end
-#
-#     layer 4 is frozen       [ checkpoint ]   1   end: the round ends
-#                               3   2   end    asks again, since the end before it was not the last
-#                               asks
-#
-# So at an end, the function first looks whether an outer backward goes on. If one does, its next
-# nodes ask again. The round ends with the outermost backward.
-
-
-def at_end_of_backward(function):
-    """Call function() when the running backward ends; one inside another has an end of its own."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # private; nothing public
-
-
-def at_end_of_outermost_backward(function):
-    """Call function() when the running backward ends and those have ended in which it runs."""
-
-    def end():
-        outer_node = torch._C._current_autograd_node()  # private; nothing public
-        if outer_node is None:
-            function()
-            return
-        # An inner backward has run in this node, such as a checkpoint's. Until end() returns,
-        # autograd takes it for the running one, so the next nodes ask, and not this one. If none of
-        # them runs, the optimizer steps before the sums have ended, and the next forward() raises
-        # an error.
-        for node, _ in outer_node.next_functions:
-            if node is not None:
-                before_node(node, lambda: at_end_of_outermost_backward(function))
-
-    at_end_of_backward(end)
-
-
-def before_node(node, function):
-    """Call function() once, before a backward runs this node of the graph."""
-
-    def hook(_):
-        handle.remove()  # some nodes serve several backwards, such as a leaf's
-        function()
-
-    handle = node.register_prehook(hook)
 
 
 # ---- losses that add up --------------------------------------------------------------------------
@@ -834,6 +785,11 @@ def raise_on_all_ranks(fault, axes):
 
 
 # ---- tools of both wrappers ----------------------------------------------------------------------
+
+
+def at_end_of_backward(function):
+    """Call function() when the running backward ends; one inside another has an end of its own."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # private; nothing public
 
 
 def broadcast_first(tensors, group):

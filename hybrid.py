@@ -2058,7 +2058,7 @@ def views_in_whole(parameter, tensor, part=None):
     tensor: the parameter, or a tensor of the same layout, such as a moment.
     """
     # ZeRO gives a piece these two attributes, and its whole is our part.
-    part_shape = getattr(parameter, "whole_shape", parameter.shape)
+    part_shape = getattr(parameter, "whole_shape", parameter.detach().shape)
     begin = getattr(parameter, "offset", 0)
     rest = tensor.detach().view(-1)
     views = {}
@@ -2185,7 +2185,7 @@ def state_of(trainer, placements):
 
 def is_moment(value, weight):
     """Return whether a value of an optimizer's state is a tensor of the weight's shape."""
-    return torch.is_tensor(value) and value.shape == weight.shape
+    return torch.is_tensor(value) and value.shape == weight.detach().shape
 
 
 def states_of_chunks(trainer):

@@ -809,7 +809,7 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
                 raise ValueError("a parameter marked by mark_sum_over_tp() is split over the group")
         pieces = [parameter for parameter in parameters if hasattr(parameter, "whole_shape")]
         if pieces:
-            named = [((piece.whole_shape, piece.offset), piece) for piece in pieces]
+            named = [((piece.whole_shape, piece.offset), piece.detach()) for piece in pieces]
             check_parameters(named, group)
     for parameter in parameters:
         if parameter.grad is None:
@@ -871,7 +871,8 @@ def _copies_over(model, group):
         if is_copy and parameter.requires_grad:
             copies[name] = parameter
             whole_shape = getattr(parameter, "whole_shape", None)  # of zero.py's piece
-            described.append(((name, whole_shape, getattr(parameter, "offset", 0)), parameter))
+            offset = getattr(parameter, "offset", 0)
+            described.append(((name, whole_shape, offset), parameter.detach()))
     check_parameters(described, group)
     return copies
 

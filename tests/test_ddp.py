@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 from collectives import count_bytes, gather_objects, observe, rank_and_size
-from ddp import DistributedDataParallel, average_gradients, before_node, ddp_bytes
+from ddp import DistributedDataParallel, average_gradients, ddp_bytes
 from tensor_parallel import ColumnParallelLinear
 from zero import FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer
 
@@ -262,10 +262,10 @@ def two_forwards(model, parts):
         loss.backward()
 
 
-def recomputed(model, parts, use_reentrant):
+def recomputed(model, parts):
     """Recompute the whole wrapper."""
     x = torch.cat(parts).requires_grad_()
-    checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
+    checkpoint(model, x, use_reentrant=False).square().mean().backward()
 
 
 def outside_of_backward(model, parts):
@@ -296,109 +296,54 @@ def waited_for_by_the_caller(model, parts):
     model.wait_in_backward = True
 
 
-PASSES = [under_no_sync, two_forwards, outside_of_backward, waited_for_by_the_caller]
-PASSES += [partial(recomputed, use_reentrant=use_reentrant) for use_reentrant in (False, True)]
-
-
-class Output:
-    """An output whose tensors PyTorch does not find."""
-
-    def __init__(self, y):
-        self.y = y
-
-
-def nested(function, x):
-    """Recompute function(x) in a backward inside a backward inside another one."""
-    inner = partial(checkpoint, function, use_reentrant=True)
-    return checkpoint(inner, x, use_reentrant=True)
-
-
-ONCE = partial(checkpoint, use_reentrant=True)
-REENTRANT = {  # {case: (the forward of a net with one layer, how a step calls the wrapper)}
-    "inside": (ONCE, lambda model, x: model(x)),
-    "around": (lambda layer, x: layer(x), ONCE),
-    "inside, nested": (nested, lambda model, x: model(x)),
-    "around, nested": (lambda layer, x: layer(x), nested),
-    "inside, output unseen": (lambda layer, x: Output(ONCE(layer, x)), lambda model, x: model(x).y),
-    "inside, not at a leaf": (lambda layer, x: ONCE(layer, 1 * x), lambda model, x: 1 * model(x)),
-}
-
-
-def test_a_leaf_s_node_which_all_backwards_share_calls_a_function_in_the_next_one_only():
-    weight, calls = torch.ones(2, requires_grad=True), []
-    (node, _), *_ = weight.sin().grad_fn.next_functions
-    before_node(node, lambda: calls.append(weight.grad))
-    for _ in range(2):
-        weight.square().sum().backward()
-    assert calls == [None]
+PASSES = [under_no_sync, two_forwards, outside_of_backward, waited_for_by_the_caller, recomputed]
 
 
 @on_ranks(2)
-def test_backward_ends_the_round_if_all_gradients_come_from_a_reentrant_checkpoint():
-    """One parameter gets no gradient, so the last gradient does not end the round."""
-    rank = dist.get_rank()
-    for case, (forward, step) in REENTRANT.items():
-        net = nn.Sequential(nn.Linear(2, 2, bias=False))
-        net.unused = nn.Parameter(torch.zeros(1))
-        net.forward = partial(forward, net[0])
-        model = DistributedDataParallel(net)
-        x = torch.full((1, 2), rank + 1.0, requires_grad=True)
-        for _ in range(2):
-            model.zero_grad()
-            step(model, x).sum().backward()
-            assert net[0].weight.grad.eq(1.5).all() and net.unused.grad.eq(0).all(), case
-
-
-@on_ranks(2)
-def test_a_backward_that_failed_in_a_checkpoint_does_not_end_a_later_one_under_no_sync():
-    """It fails before the gradient of the leaf, whose node the second backward reaches, too."""
-    net = nn.Sequential(nn.Linear(1, 1, bias=False))
-    net.forward = lambda x: ONCE(net[0], x)
-    model = DistributedDataParallel(net)
-    x = torch.full((1, 1), dist.get_rank() + 1.0, requires_grad=True)
-
-    def fail(gradient):
-        raise ValueError("the gradient of x")
-
-    handle = x.register_hook(fail)
-    failed = model(x).sum()  # keeps the node
-    with pytest.raises(ValueError, match="the gradient of x"):
-        failed.backward()
-    handle.remove()
-    model.finish_grad_sync()
-    model.zero_grad()
-    loss = model(x).sum()
-    with model.no_sync():
-        loss.backward()
-    assert net[0].weight.grad.item() == dist.get_rank() + 1
-    model.start_grad_sync()
-    model.finish_grad_sync()
-    assert net[0].weight.grad.item() == 1.5
-
-
-@on_ranks(2)
-def test_a_round_that_begins_in_an_inner_backward_ends_once_with_the_outer_one():
-    """The first gradients come in an inner backward, and the last one in the outer one."""
-    rank, events = dist.get_rank(), []
-    layers = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(3)]).double()
-    layers[2].requires_grad_(False)
-    for layer in layers:
-        layer.weight.data.fill_(1)
+def test_a_first_gradient_from_a_reentrant_checkpoint_is_refused_and_a_later_one_is_summed():
+    """The inner backward ends before the gradients of the layers below it have come."""
+    layers = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(3)])
     net = nn.Module()
     net.layers = layers
-    net.forward = lambda x: layers[2](ONCE(layers[1], layers[0](x)))
-    model = DistributedDataParallel(net, bucket_cap_mb=1e-9, gradient_divide_factor=1)
-    layers[0].weight.register_hook(lambda gradient: events.append("last gradient"))
+    net.forward = lambda x: layers[2](checkpoint(layers[1], layers[0](x), use_reentrant=True))
+    for parameter in layers.parameters():
+        parameter.data.fill_(1)
+    x = torch.full((1, 1), dist.get_rank() + 1.0)
+    model = DistributedDataParallel(net)
+    model(x).sum().backward()
+    assert all(parameter.grad.item() == 1.5 for parameter in layers.parameters())
+    layers[2].requires_grad_(False)
+    model = DistributedDataParallel(net)
+    with pytest.raises(RuntimeError, match="from a reentrant checkpoint: .*use_reentrant=False"):
+        model(x).sum().backward()
+    model.finish_grad_sync()  # ends the round, as after any backward that failed
 
-    def listen(event, operation, *_):
-        if event == "begin" and operation.of:
-            events.append("wait")
 
-    loss = model(torch.full((1, 1), rank + 1.0, dtype=torch.float64))
-    with observe(listen):
-        loss.sum().backward()
-    assert events == ["last gradient", "wait", "wait"]
-    assert [layer.weight.grad.item() for layer in layers[:2]] == [3, 3]
+class Failing:
+    """A kind of sum that finds no memory at first."""
+
+    def __init__(self):
+        self.begun = []
+
+    def start(self, flat, group):
+        self.begun.append(flat)
+        if len(self.begun) == 2:
+            raise MemoryError
+
+    def wait(self, started):
+        pass
+
+
+@on_ranks(1)
+def test_a_sum_that_found_no_memory_to_begin_is_begun_by_finish_grad_sync():
+    """Otherwise this rank's next sum would meet the one that its peers have begun."""
+    sums = Failing()
+    model = DistributedDataParallel(make_net(), bucket_cap_mb=1e-9, gradient_sum=sums)
+    with pytest.raises(MemoryError):
+        mean_square(model, make_data(4)).backward()
+    model.finish_grad_sync()
+    first, failed, again, *others = sums.begun
+    assert failed is again and len(others) == len(model.buckets) - 2
 
 
 @on_ranks(soak(1), soak(2), 3)
@@ -1075,12 +1020,12 @@ class Twice(nn.Linear):
 @on_ranks(2)
 def test_unsupported_uses_of_the_wrapper_are_rejected():
     x, pieces, net = own_part(make_data(4)), nn.Sequential(nn.Linear(4, 4)), make_net()
-    z = x.clone().requires_grad_()
     FullyShardedDataParallel(pieces[0])
     model, other = DistributedDataParallel(net), make_net()
-    twice = DistributedDataParallel(nn.Sequential(nn.Linear(7, 7), Twice(7, 7)).double())
+    layers = nn.Linear(7, 7), Twice(7, 7), nn.Linear(7, 7)
+    twice = DistributedDataParallel(nn.Sequential(*layers).double())
     models = [DistributedDataParallel(other, gradient_as_bucket_view=True) for _ in range(2)]
-    again, late = DistributedDataParallel(Twice(7, 7).double()), DistributedDataParallel(make_net())
+    late = DistributedDataParallel(make_net())
     late.wait_in_backward = False
     apart = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
@@ -1092,7 +1037,6 @@ def test_unsupported_uses_of_the_wrapper_are_rejected():
         (lambda: copy.deepcopy(model), "copy its module, and wrap the copy"),
         (lambda: mean_square(model, x).backward(create_graph=True), "create_graph=True are not"),
         (lambda: twice(x).sum().backward(), r"a second gradient of \(7.*: two in one backward"),
-        (lambda: again(1 * z).sum().backward(), r"a second gradient of \(7.*: two in one backward"),
         (lambda: [mean_square(late, x).backward() for _ in "12"], r"call finish_grad_sync\(\) first"),
         (lambda: DistributedDataParallel(apart), r"on \['cpu', 'meta'\]: put them on one device"),
         (lambda: FullyShardedDataParallel(apart), r"on \['cpu', 'meta'\]: put them on one device"),

@@ -355,7 +355,7 @@ def without_balance(group):
 
 def without_sum_over_tp(is_it):
     """Do not sum the gradients over tp of parameters with such a shape."""
-    shape = lambda parameter: getattr(parameter, "whole_shape", parameter.shape)
+    shape = lambda parameter: getattr(parameter, "whole_shape", parameter.detach().shape)
     others = lambda parts: {p: part for p, part in parts.items() if not is_it(shape(p))}
     return put(hybrid, "sum_gradients_over_tp",
                lambda right: lambda parts, *a, **k: right(others(parts), *a, **k))

@@ -502,16 +502,20 @@ ALLOWED = {  # what writes each element by itself, or sees shapes only
     "in place": lambda p: p.mul_(2).sub_(0.1 * p.detach()),
     "by operators": lambda p: _add_and_halve(p),
     "clipped by value": lambda p: p.clamp_(-0.1, 0.1),
-    "an average": lambda p: torch.zeros(p.shape).lerp_(p, 0.25),
+    "an average": lambda p: torch.zeros_like(p).lerp_(p, 0.25),
     "averages": lambda p: _average(torch._foreach_lerp_, p),
     "for each": lambda p: torch._foreach_mul_([p], 2)[0],
     "filled": lambda p: p.fill_(3.0),
     "like": lambda p: torch.zeros_like(p),
     "moved to where it is": lambda p: p.to(p.device, torch.float32),
     "detached": lambda p: p.detach().cumsum(0),
-    "shown": lambda p: torch.tensor(len(repr(p)) + len(str(p)) + p.numel() + p.dim()),
+    "shown": lambda p: torch.tensor(len(repr(p)) + len(str(p)) + len(p) + p.dim()),
 }
 REFUSED = {  # what needs other elements, too, or equal random numbers; and results that might
+    "shape": lambda p: 0.1 / p.shape[-1],
+    "size": lambda p: p.size(-1),
+    "number": lambda p: p.numel(),
+    "stride": lambda p: p.stride(0),
     "sum": lambda p: p.sum(),
     "penalty": lambda p: 0.1 * (p**2).sum(),
     "norm of rows": lambda p: p.norm(dim=-1, keepdim=True),
@@ -545,7 +549,7 @@ def _add_and_halve(p):
 
 
 def _average(kernel, p):
-    average = torch.zeros(p.shape)
+    average = torch.zeros_like(p)
     kernel([average], [p], 0.25)
     return average
 
@@ -553,7 +557,7 @@ def _average(kernel, p):
 @on_ranks(2)
 def test_pieces_and_their_gradients_serve_element_by_element_and_are_refused_otherwise():
     net = Features()
-    model = FullyShardedDataParallel(net, units=[net.layers[0]], stage=2)
+    model = FullyShardedDataParallel(net, units=[net.layers[1]], stage=2)
     model(torch.ones(3, 6)).sum().backward()
     piece = net.layers[0].weight
     assert 0 < len(piece) < 192

@@ -57,7 +57,7 @@ def stack(blocks=4):
 def groups_of(parameters):
     """Make two parameter groups, as for a GPT: only matrices and their pieces have weight decay."""
     parameters = list(parameters)
-    is_matrix = lambda p: len(getattr(p, "whole_shape", p.shape)) == 2
+    is_matrix = lambda p: p.dim() == 2
     return [
         {"params": [p for p in parameters if is_matrix(p)], "weight_decay": 0.1},
         {"params": [p for p in parameters if not is_matrix(p)], "weight_decay": 0.0, "lr": 0.02},
@@ -323,7 +323,7 @@ def test_parameters_may_have_groups_of_their_own_and_sums_a_divisor(stage):
         ranks = (2 * (rank // 2), 2 * (rank // 2) + 1) if "blocks.0" in name else range(4)
         piece, expected = net.get_parameter(name), sum(total[r][name] for r in ranks) / 5
         begin = getattr(piece, "offset", 0)
-        own = expected.flatten()[begin : begin + piece.numel()]
+        own = expected.flatten()[begin : begin + piece.detach().numel()]
         assert_close(piece.grad.detach().flatten(), own)
     if stage:
         with pytest.raises(RuntimeError, match="clip_grad_norm_.. of parameters that have groups"):
@@ -634,7 +634,7 @@ def test_a_layer_writes_its_weights_gradient_where_the_sum_is_taken_from(kind, s
         assert passes.counts[24] == (dtype is torch.bfloat16)  # which a GPU's product saves, too
         assert passes.counts[36] == 2 * (dtype is torch.bfloat16)
     for name, piece in pieces.items():
-        part = expected[name].flatten()[piece.offset :][: piece.numel()]
+        part = expected[name].flatten()[piece.offset :][: len(piece)]
         assert_close(piece.grad.detach().flatten(), part, 1e-12 if dtype is torch.float64 else 3e-2)
 
 
@@ -1311,6 +1311,7 @@ def test_units_may_be_used_in_any_way_that_all_ranks_share(stage):
         with pytest.raises(KeyError):
             model(x)
         handle.remove()
+        model.finish_grad_sync()
         for _ in range(2):
             model.zero_grad()
             loss(model, own_part(x)).backward()
@@ -1416,6 +1417,8 @@ def test_training_continues_after_a_pass_that_failed(stage, failing, only_adds):
     with pytest.raises(KeyError):
         model(own_part(x))
     handle.remove()
+    if stage:
+        model.finish_grad_sync()
     handle = block.register_full_backward_hook(fail if here else lambda *_: None)
     loss = mean_square(model, own_part(x))
     with pytest.raises(KeyError) if here else nullcontext():
@@ -1618,7 +1621,7 @@ def test_a_forward_that_changes_its_own_weights_is_rejected_on_every_rank(stage)
             model(torch.arange(5))
         if "replaced" not in how:
             net.how = "no change"
-            model.reshard()
+            model.finish_grad_sync()
             model(torch.arange(5))  # the earlier change is not held against a later forward
 
 
@@ -1917,9 +1920,133 @@ def test_another_ranks_state_of_an_optimizer_is_rejected_at_the_step_and_ones_ow
     rank = dist.get_rank()
     _, optimizer = shard(make_net(), stage)
     optimizer.load_state_dict(gather_objects(saved[1])[1 - rank])
-    own = rf"shards \(rank, world size\) \[\({1 - rank}, 2\)\], not \[\({rank}, 2\)\]"
+    own = rf"of the shards \['{1 - rank} of 2'\], not \['{rank} of 2'\]"
     with pytest.raises(ValueError, match=own):
         optimizer.step()
+
+
+@on_ranks(4)
+def test_another_tensor_parallel_parts_state_of_an_optimizer_is_rejected_at_the_step():
+    """Ranks 0, 1 and 2, 3 split a weight. Ranks 0, 2 and 1, 3 shard a part of it."""
+    rank = dist.get_rank()
+    splits, shards = [
+        [dist.new_group(ranks) for ranks in pairs][which]
+        for pairs, which in ((([0, 1], [2, 3]), rank // 2), (([0, 2], [1, 3]), rank % 2))
+    ]
+
+    def train_once(state=None):
+        layer = tensor_parallel.ColumnParallelLinear(8, 8, group=splits)
+        model = FullyShardedDataParallel(layer, shards)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if state is not None:
+            optimizer.load_state_dict(state)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        return optimizer.state_dict()
+
+    saved = gather_objects(train_once())
+    train_once(saved[rank])
+    with pytest.raises(ValueError, match="the optimizer's state is of the shards"):
+        train_once(saved[rank ^ 1])
+
+
+@on_ranks(2)
+def test_the_shape_of_a_piece_does_not_pass_for_that_of_the_whole():
+    """For example, muP divides the learning rate of a matrix by its number of columns."""
+    net = nn.Linear(8, 8)
+    model = FullyShardedDataParallel(net)
+    model(torch.ones(2, 8)).sum().backward()
+    for of in net.weight, net.weight.grad:
+        for use in (
+            lambda p: 0.1 / p.shape[-1], lambda p: p.size(-1), lambda p: p.numel(),
+            lambda p: p.nelement(), lambda p: p.stride(0),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="'weight' is sharded, and .*whole_shape"):
+                use(of)
+        assert of.dim() == of.ndim == 2
+    assert net.weight.whole_shape == (8, 8)
+
+
+@on_ranks(2)
+def test_a_sum_that_found_no_memory_to_begin_is_begun_by_finish_grad_sync():
+    """Otherwise this rank's next sums would meet the one that its peers have begun."""
+    net, x = make_net(torch.float32), make_data(4).float()
+    model = FullyShardedDataParallel(net, units=net.blocks)
+    sizes = {flat.layout.shard_size for flat in model.flats}
+    failing = [True]
+
+    def new_empty(tensor, *size, make=torch.Tensor.new_empty, **how):
+        if failing and size[0] in sizes:
+            failing.clear()
+            raise MemoryError
+        return make(tensor, *size, **how)
+
+    loss = mean_square(model, own_part(x))
+    with count_bytes() as traffic, patch("torch.Tensor.new_empty", new_empty):
+        with pytest.raises(MemoryError):
+            loss.backward()
+        model.finish_grad_sync()
+    failed = traffic.bytes("reduce_scatter_single")
+    model.zero_grad()
+    with count_bytes() as traffic:
+        mean_square(model, own_part(x)).backward()
+    assert failed == traffic.bytes("reduce_scatter_single")
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_that_failed_is_remembered_until_finish_grad_sync_says_that_all_have(stage):
+    """If one rank went on alone, its next gathers would meet others of their ranks."""
+    net, x = make_net(), make_data(4)
+    model = FullyShardedDataParallel(net, units=net.blocks, stage=stage)
+    handle = net.blocks[1].register_forward_hook(fail)
+    for mode in (nullcontext, torch.no_grad):
+        with pytest.raises(KeyError), mode():
+            model(own_part(x))
+        with pytest.raises(RuntimeError, match=r"failed: finish_grad_sync\(\) ends it"):
+            model(own_part(x))
+        model.finish_grad_sync()
+    handle.remove()
+    mean_square(model, own_part(x)).backward()
+    expected = gradients_alone(make_net(), lambda net: mean_square(net, x))
+    assert_close(whole_gradients(net), expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_of_the_module_drops_what_no_sync_has_kept(stage):
+    """For example, after a microbatch whose loss is not a number on one rank."""
+    net, x = make_net(), make_data(4)
+    model = FullyShardedDataParallel(net, units=net.blocks, stage=stage)
+    with model.no_sync():
+        (mean_square(model, own_part(x)) * float("nan")).backward()
+    if dist.get_rank() == 0:
+        model.zero_grad()
+    else:
+        model.zero_grad(set_to_none=False)
+    mean_square(model, own_part(x)).backward()
+    expected = gradients_alone(make_net(), lambda net: mean_square(net, x))
+    assert_close(whole_gradients(net), expected)
+
+
+class Calls(nn.Linear):
+    """A layer that calls a layer of another module, to which it has a plain reference."""
+
+    def forward(self, x):
+        weight = self.weight
+        return self.other[0](x) @ weight.T
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_unit_that_calls_another_is_refused(stage):
+    """In stage 3, units 0 and 2 share their memory, so weight would be that of unit 0."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Calls(4, 4, bias=False))
+    net[2].other = [net[0]]
+    model = FullyShardedDataParallel(net, units=net, stage=stage)
+    with pytest.raises(RuntimeError, match=r"units\[0\] is called inside units\[2\]"):
+        model(torch.ones(1, 4))
 
 
 optimizer_of_torch = inspect.getmodule(torch.optim.Optimizer)

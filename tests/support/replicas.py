@@ -82,7 +82,7 @@ def whole_gradients(net):
     for name, p in net.named_parameters():
         if p.requires_grad and hasattr(p, "whole_shape"):
             flat = torch.zeros(p.whole_shape.numel(), dtype=p.grad.dtype)
-            flat[p.offset : p.offset + p.numel()] = p.grad.detach().flatten()
+            flat[p.offset : p.offset + len(p)] = p.grad.detach().flatten()
             dist.all_reduce(flat)
             whole[name] = flat.view(p.whole_shape)
         elif p.requires_grad:

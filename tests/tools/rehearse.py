@@ -188,7 +188,7 @@ def formulas(trainer):
     in_all = 4 * sums + gathers * (itemsize if args.zero else 4)
     for home in trainer.homes:
         parameters = trainer.parameters(home)
-        number = sum(math.prod(getattr(p, "whole_shape", p.shape)) for p in parameters)
+        number = sum(math.prod(getattr(p, "whole_shape", p.detach().shape)) for p in parameters)
         P, R = map(dist.get_world_size, (home.shard_group, home.replicate_group))
         found["parameters"] += number * zero_memory(args.zero, P, itemsize, 0, 0)
         found["gradients"] += 4 * number
