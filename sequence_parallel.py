@@ -119,8 +119,7 @@ def sequence_parallel_attention(x, norm, qkv, out, K, group=None, p=0.0):
 def sum_gradients(parameters, group=None):
     """Sum the gradients of parameters that each rank has applied to its own tokens only.
 
-    All of them must have a gradient on all ranks. A rank without one raises AttributeError, and the
-    others wait for it.
+    Each needs a gradient on all ranks. A rank without one raises AttributeError; the others wait.
     """
     for parameter in parameters:
         all_reduce(parameter.grad, group=group)
@@ -240,9 +239,8 @@ def simple_ulysses_attention(q, k, v, group=None):
 #     ring         2 (P-1)/P B T D_kv           4 (P-1)/P B T D_kv           2 B T D_kv / P
 #     Ulysses      2 (P-1)/P B T (D + D_kv)/P   2 (P-1)/P B T (D + D_kv)/P   2 B T D_kv / P
 #
-# While the backward of one attention runs, it also has gradients of k and v in fp32. All-gather has
-# those of all tokens, and a copy in the order of the ranks: 4 B T D_kv elements. The ring has three
-# buffers of 2 B T D_kv / P.
+# While a backward runs, it also has gradients of k and v in fp32: in all-gather those of all tokens
+# and a copy in the order of the ranks, 4 B T D_kv elements, and in the ring 6 B T D_kv / P.
 
 
 def context_positions(seq_len, group=None):
