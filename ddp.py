@@ -333,7 +333,7 @@ class Reducer:
         self.under_way.append(bucket)
 
     def complete(self, buckets):
-        """Declare the gradients of these buckets final, and begin the sums that they have held up."""
+        """Declare these buckets complete, and begin the sums that they have held up."""
         for bucket in buckets:
             bucket.missing.clear()
         self.begin_complete()

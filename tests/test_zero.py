@@ -1554,7 +1554,7 @@ def test_uses_that_would_give_wrong_results_are_rejected():
         (lambda: pair(y).sum().backward(), "out of turn: .* or several with use_reentrant=True"),
         (lambda: skipping(y).sum().backward(), r"units\[1\] was skipped, and several are recomputed"),
         (lambda: outside.module.blocks[2](y), r"units\[2\] runs outside of the wrapped forward"),
-        (lambda: recompute(outside, y).sum().backward(), "forward inside backward"),
+        (lambda: recompute(outside, y).sum().backward(), "forward inside a pass"),
         (lambda: hidden(y)[1].pop().sum().backward(), "'blocks.3.weight' got a gradient past"),
         (lambda: past_model().backward(), "'blocks.0.* got a gradient past"),
     ):
