@@ -551,23 +551,6 @@ class RouterLosses:
         return AddLossAndTally.apply(y, loss, counted, self)
 
 
-def tally_metrics(tallies, num_microbatches, with_losses):
-    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
-
-    expert_load: the largest load divided by the mean, in the worst layer, or 0 without a token.
-    expert_dropped: the fraction of choices dropped. balance_loss, z_loss: means over layers and
-    microbatches, if the losses have groups. Without, the ranks' means add up: divide by their
-    number.
-    """
-    loads = tallies[:, :-3]  # (layers, E)
-    means = loads.mean(1).clamp(min=1e-9)  # not 0, also if a layer has had no token
-    metrics = {"expert_load": (loads.amax(1) / means).max()}
-    metrics["expert_dropped"] = tallies[:, -3].sum() / loads.sum().clamp(min=1)
-    if with_losses:
-        metrics["balance_loss"], metrics["z_loss"] = tallies[:, -2:].mean(0) / num_microbatches
-    return metrics
-
-
 # ---- rows under way ------------------------------------------------------------------------------
 #
 # Rows can travel while something else is computed that does not need them. For this, an all-to-all

@@ -19,7 +19,7 @@ from collectives import count_bytes, gather_objects, observe, rank_and_size
 from ddp import DistributedDataParallel
 from expert_parallel import (
     DispatchPlan, Experts, FullPrecisionLinear, MoE, PlainMoE, Router, dispatch_and_combine,
-    expert_parallel_bytes, plain_dispatch, switch, tally_metrics, two_hops, within_capacity,
+    expert_parallel_bytes, plain_dispatch, switch, two_hops, within_capacity,
 )
 from gpu_counts import batches, nccl_over_gloo, waits
 from layouts import soak_but
@@ -973,14 +973,6 @@ def test_the_z_loss_has_a_gradient_without_the_balance_loss():
     weight = layer.router.weight
     loss = 0.5 * F.linear(x, weight).logsumexp(-1).square().mean()
     assert_close(weight.grad, *torch.autograd.grad(loss, weight), 1e-5)
-
-
-def test_metrics_are_the_worst_load_the_fraction_dropped_and_the_mean_losses():
-    tallies = torch.tensor([[4.0, 4, 4, 4, 2, 1.0, 3.0], [8, 4, 4, 0, 6, 2.0, 5.0]])
-    expected = {"expert_load": 2, "expert_dropped": 8 / 32, "balance_loss": 0.75, "z_loss": 2.0}
-    assert tally_metrics(tallies, 2, True) == expected
-    assert list(tally_metrics(tallies, 2, False)) == ["expert_load", "expert_dropped"]
-    assert not any(tally_metrics(torch.zeros(2, 7), 2, True).values())  # no layer has had a token
 
 
 @on_ranks(4)
