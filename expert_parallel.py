@@ -122,10 +122,10 @@ def switch_layer(x, router, compute, group=None):
 #
 #     the experts            their MLPs
 #     the router             how it chooses, and what keeps it balanced
-#     the router's losses    two losses whose gradients backward adds, and a tally of the choices
 #     rows under way         an all-to-all that begins in one place and ends in another
 #     dispatch and combine   what plain_dispatch() does, with less memory, one wait, and overlap
 #     two hops               the same, but a token crosses to each node only once
+#     the router's losses    two losses whose gradients backward adds, and a tally of the choices
 #     the layer              MoE
 #
 # Types in docstrings: V is a tensor of this rank's own, and so is its gradient. I is equal on all
@@ -283,7 +283,7 @@ def _grouped(x, weight, sizes, sizes_on_device):
 # ---- the router ----------------------------------------------------------------------------------
 #
 # A router tends to overuse a few experts, and its logits tend to grow. There are four remedies. The
-# losses have a section of their own, after this one.
+# losses have a section of their own, before the layer.
 #
 #     capacity      the most rows that an expert takes from a rank. Others are dropped (GShard)
 #     bias          a number per expert, added to its score for the choice only, not for the weight.
@@ -448,107 +448,6 @@ def within_capacity(experts, num_experts, capacity_factor):
     places = torch.arange(len(choices), device=choices.device) - begins[choices[order]]
     is_dropped = (places >= capacity)[order.argsort()]  # in the order of the choices again
     return experts.masked_fill(is_dropped.view_as(experts), -1)
-
-
-# ---- the router's losses -------------------------------------------------------------------------
-#
-# The losses belong to the loss from which the caller runs backward. But a layer is deep inside a
-# model, of which the caller, or the next stage of a pipeline, gets only the output. So the layer
-# does not return its losses. It gives its output through AddLossAndTally, whose backward adds the
-# gradients that there would be if the caller's loss contained
-#
-#     scale * (balance_coefficient * balance loss + z_coefficient * z-loss)
-#
-# Only backward counts choices, in a tally. So evaluations are not counted, and what is recomputed
-# (sequence_parallel.py) is counted once.
-
-
-def balance_loss(probabilities, loads, tokens):
-    """Return this rank's part of Switch's loss E sum_i f_i p_i, which is 1 if all loads are equal.
-
-    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. loads:
-    (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
-    """
-    fractions = loads.to(probabilities.dtype) / loads.sum().clamp(min=1)  # there may be no token
-    return len(loads) * (fractions * probabilities.sum(0)).sum() / tokens
-
-
-def router_z_loss(logits, tokens):
-    """Return this rank's part of the mean of logsumexp(logits)^2 over all ranks' tokens."""
-    return logits.logsumexp(-1).square().sum() / tokens
-
-
-class AddLossAndTally(torch.autograd.Function):
-    """Return x. In backward, give `loss` the gradient losses.scale, and add `counted` to the tally.
-
-    losses: the RouterLosses. (Megatron-LM has the same in its MoEAuxLossAutoScaler.)
-    """
-
-    @staticmethod
-    def forward(ctx, x, loss, counted, losses):
-        ctx.counted = counted
-        ctx.losses = losses
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.losses.tally.add_(ctx.counted)
-        return dy, ctx.losses.scale * ctx.counted.new_ones(()), None, None
-
-
-class RouterLosses:
-    """The balance loss and the z-loss of a layer's router, and a tally of what it chooses.
-
-    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
-    scale: the factor of the caller's own loss, such as 1/n if it is divided by n microbatches. It
-        is a number, or a tensor () on x's device. As an attribute it may be set before each
-        backward(). With a GradScaler:
-        layer.losses.scale = scaler.scale(torch.ones((), device=x.device)) / n
-    groups: With (), the losses are means over this rank's tokens, as the caller's loss mostly is.
-        With groups, they are means over the tokens of all W ranks in them, and a rank's losses are
-        its parts of these. So if gradients are averaged over the W ranks, multiply scale by W.
-        E counts are summed over one group after another, such as this rank's row and its column in
-        a grid of ranks. Only a forward with gradients sends counts, so the ranks must enable
-        gradients alike, or some would wait forever.
-
-    The attribute `tally`, (E + 3,), says how often each of the E experts was chosen, how many
-    choices were dropped, and this rank's parts of the two losses. After a step the caller sums the
-    tallies over the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the
-    tally to 0. It moves to the device of x in forward, so read the attribute anew in each step.
-    """
-
-    def __init__(self, num_experts, top_k, balance_coefficient, z_coefficient, scale, groups):
-        self.num_experts = num_experts
-        self.top_k = top_k
-        self.balance_coefficient = balance_coefficient
-        self.z_coefficient = z_coefficient
-        self.scale = scale
-        self.groups = groups
-        # This is not a buffer of the layer, which DDP would broadcast. It is on the CPU also if
-        # "meta" is the default device, because to_empty() would not give it memory.
-        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
-
-    def attach(self, y, routing, experts):
-        """Return y. Its backward also adds the losses' gradients, and counts in the tally.
-
-        experts: routing.experts, with -1 for dropped choices.
-        """
-        if not torch.is_grad_enabled():
-            return y
-        loads = count_choices(routing.experts, self.num_experts)
-        balance = z = loss = torch.zeros((), dtype=torch.float64, device=y.device)
-        if self.balance_coefficient or self.z_coefficient:
-            total = loads.clone()
-            for group in self.groups:
-                all_reduce(total, group=group)
-            tokens = (total.sum() // self.top_k).clamp(min=1)  # a rank may have none
-            balance = balance_loss(routing.probabilities, total, tokens).double()
-            z = router_z_loss(routing.logits, tokens).double()
-            loss = self.balance_coefficient * balance + self.z_coefficient * z
-        dropped = (experts < 0).sum()
-        counted = torch.cat([loads, torch.stack([dropped, balance.detach(), z.detach()])])
-        self.tally = self.tally.to(y.device)
-        return AddLossAndTally.apply(y, loss, counted, self)
 
 
 # ---- rows under way ------------------------------------------------------------------------------
@@ -743,7 +642,7 @@ class DispatchPlan:
         # GPU it goes to pinned memory, without a wait, and has ended when the event below has.
         self.on_host = both.to("cpu", non_blocking=True)
         if experts.is_cuda:
-            self.copied = torch.cuda.current_stream().record_event()
+            self.copied = torch.cuda.current_stream(experts.device).record_event()
         self.orders = [part.flatten().argsort(stable=True) for part in choices]
 
     def divided(self, tensor):
@@ -922,6 +821,112 @@ def two_hops(
         x, nodes.where(is_needed, -1), None, num_nodes, in_node, cross_group, shared, parts,
         hand_over, others=(experts, weights),
     )
+
+
+# ---- the router's losses -------------------------------------------------------------------------
+#
+# The losses belong to the loss from which the caller runs backward. But a layer is deep inside a
+# model, of which the caller, or the next stage of a pipeline, gets only the output. So the layer
+# does not return its losses. It gives its output through AddLossAndTally, whose backward adds the
+# gradients that there would be if the caller's loss contained
+#
+#     scale * (balance_coefficient * balance loss + z_coefficient * z-loss)
+#
+# Only backward counts choices, in a tally. So evaluations are not counted, and what is recomputed
+# (sequence_parallel.py) is counted once.
+
+
+def balance_loss(probabilities, loads, tokens):
+    """Return this rank's part of Switch's loss E sum_i f_i p_i, which is 1 if all loads are equal.
+
+    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. loads:
+    (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
+    """
+    fractions = loads.to(probabilities.dtype) / loads.sum().clamp(min=1)  # there may be no token
+    return len(loads) * (fractions * probabilities.sum(0)).sum() / tokens
+
+
+def router_z_loss(logits, tokens):
+    """Return this rank's part of the mean of logsumexp(logits)^2 over all ranks' tokens."""
+    return logits.logsumexp(-1).square().sum() / tokens
+
+
+class AddLossAndTally(torch.autograd.Function):
+    """Return x. In backward, give `loss` the gradient losses.scale, and add `counted` to the tally.
+
+    losses: the RouterLosses. (Megatron-LM has the same in its MoEAuxLossAutoScaler.)
+    """
+
+    @staticmethod
+    def forward(ctx, x, loss, counted, losses):
+        ctx.counted = counted
+        ctx.losses = losses
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.losses.tally.add_(ctx.counted)
+        return dy, ctx.losses.scale * ctx.counted.new_ones(()), None, None
+
+
+class RouterLosses:
+    """The balance loss and the z-loss of a layer's router, and a tally of what it chooses.
+
+    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
+    scale: the factor of the caller's own loss, such as 1/n if it is divided by n microbatches. It
+        is a number, or a tensor () on x's device. As an attribute it may be set before each
+        backward(). With a GradScaler:
+        layer.losses.scale = scaler.scale(torch.ones((), device=x.device)) / n
+        With 0, set before forward, a batch does not count, neither in the losses of any rank nor in
+        the tally. So a rank without a batch takes any batch, multiplies its loss by 0, and sets
+        losses.scale = 0.
+    groups: With (), the losses are means over this rank's tokens, as the caller's loss mostly is.
+        With groups, they are means over the tokens of all W ranks in them, and a rank adds its part
+        of each mean. If the caller then averages gradients over the W ranks, and does not sum them,
+        it multiplies scale by W. E counts are summed over one group after another, such as this
+        rank's row and its column in a grid of ranks. Only a forward with gradients sends counts, so
+        the ranks must enable gradients alike, or some would wait forever.
+
+    The attribute `tally`, (E + 3,), says how often each of the E experts was chosen, how many
+    choices were dropped, and this rank's parts of the two losses. After a step the caller sums the
+    tallies over the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the
+    tally to 0. It moves to the device of x in forward, so read the attribute anew in each step.
+    """
+
+    def __init__(self, num_experts, top_k, balance_coefficient, z_coefficient, scale, groups):
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.balance_coefficient = balance_coefficient
+        self.z_coefficient = z_coefficient
+        self.scale = scale
+        self.groups = groups
+        # This is not a buffer of the layer, which DDP would broadcast. It is on the CPU also if
+        # "meta" is the default device, because to_empty() would not give it memory.
+        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
+
+    def attach(self, y, routing, experts):
+        """Return y. Its backward also adds the losses' gradients, and counts in the tally.
+
+        experts: routing.experts, with -1 for dropped choices.
+        """
+        if not torch.is_grad_enabled():
+            return y
+        is_counted = self.scale != 0
+        loads = count_choices(routing.experts, self.num_experts) * is_counted
+        balance = z = loss = torch.zeros((), dtype=torch.float64, device=y.device)
+        if self.balance_coefficient or self.z_coefficient:
+            total = loads.clone()
+            for group in self.groups:
+                all_reduce(total, group=group)
+            tokens = (total.sum() // self.top_k).clamp(min=1)  # a rank may have none
+            balance = balance_loss(routing.probabilities, total, tokens).double()
+            z = router_z_loss(routing.logits, tokens).double()
+            loss = self.balance_coefficient * balance + self.z_coefficient * z
+        dropped = (experts < 0).sum()
+        counted = torch.cat([loads, torch.stack([dropped, balance.detach(), z.detach()])])
+        counted = counted * is_counted
+        self.tally = self.tally.to(y.device)
+        return AddLossAndTally.apply(y, loss, counted, self)
 
 
 # ---- the layer -----------------------------------------------------------------------------------

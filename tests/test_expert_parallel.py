@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from functools import partial
-from unittest.mock import patch
+from unittest.mock import Mock, call, patch
 
 import pytest
 import torch
@@ -483,6 +483,17 @@ def test_the_host_waits_once_per_hop_in_forward_and_not_in_backward(
     assert not update
 
 
+@on_ranks(1)
+def test_the_copy_of_counts_is_awaited_on_the_stream_of_their_device_not_of_the_current_one():
+    """A process may never call torch.cuda.set_device(), and use cuda:1 by its tensors alone."""
+    experts = torch.tensor([[0], [1]])
+    streams = Mock()
+    on_gpu = patch.object(torch.Tensor, "is_cuda", property(lambda x: True), create=True)
+    with on_gpu, patch.object(torch.cuda, "current_stream", streams):
+        DispatchPlan(experts, 2).wait_for_counts()
+    assert streams.mock_calls[0] == call(experts.device)
+
+
 @on_ranks(4)
 def test_nan_in_tokens_or_weights_is_dispatched_and_reaches_the_output():
     options = {"n_group": 2, "topk_group": 1, "capacity_factor": 2.0, "balance_coefficient": 0.1}
@@ -932,6 +943,27 @@ def test_the_losses_have_the_scale_of_the_main_loss_once_it_is_set(how):
     passes = {"set after forward": 1, "halves": 2, "recomputed": 2}.get(how, 4)
     balance, z = layer.losses.tally[-2:]
     assert_close(balance * 0.3 + z * 0.2, passes * plain.loss.detach())
+
+
+@pytest.mark.parametrize("scale", [0, 0.0, torch.zeros(())])
+@on_ranks(2)
+def test_a_batch_with_a_scale_of_0_counts_on_no_rank(scale):
+    """A rank without a batch takes any batch, and multiplies its loss by 0."""
+    rank, _ = rank_and_size()
+    torch.manual_seed(shifted(0))
+    options = {"balance_coefficient": 0.3, "z_coefficient": 0.2, "capacity_factor": 0.5}
+    layer = MoE(4, 8, 4, 2, balance_groups=(None,), **options).double()
+    x = torch.randn(2, 5, 4, dtype=torch.float64)[rank]
+    found = []
+    for rows in (x, x[: 0 if rank else None]):  # rank 1 has a batch that must not count, then none
+        layer.zero_grad()
+        layer.losses.tally.zero_()
+        layer.losses.scale = scale if rank and len(rows) else 1.0
+        (layer(rows) * (0 if rank else 1)).sum().backward()
+        found.append([layer.losses.tally.clone(), layer.router.weight.grad])
+    for one, other in zip(*found):
+        assert_close(one, other, 1e-12)
+        assert one.any() == (rank == 0)
 
 
 # ---- capacity, errors ----------------------------------------------------------------------------
