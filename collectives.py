@@ -1215,11 +1215,10 @@ class Work:
     network, uses_backend: the group's settings at the time of the call. A queue may run it after
         they have been changed, and other ranks' queues before, so all ranks go by the call
     pending: the task in this queue that wait() finishes
-    listeners, of: see observe()
+    listeners: see observe()
     """
 
     pending = DONE
-    of = None
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None):
         self.name = name
@@ -1241,8 +1240,11 @@ class Work:
 
     def wait(self):
         """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
-        with told_as_wait(self):
+        self.tell("wait")
+        try:
             self.pending.finish()
+        finally:
+            self.tell("waited")
         self.pending = DONE  # let go of the tensors
 
     def is_completed(self):
@@ -1706,36 +1708,23 @@ LISTENERS = []
 
 @contextmanager
 def observe(listener):
-    """Call listener(event, work, ...) for operations that begin in the block, and for their waits:
+    """Call listener(event, work, ...) for operations that begin in the block:
 
-    begin                     once the call has checked its arguments, in the caller's thread
+    begin                     once the call has checked its arguments
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
     backend                   before the backend's own collective runs in their place
     end                       on completion (on NCCL: launch) or failure
+    wait, waited              where Work.wait() begins, and where it returns or raises
 
-    Events after "begin" may come from another thread. With async_op=False an operation blocks its
-    caller from begin to end. An asynchronous exchange() ends in its wait(), or where posting its
-    messages fails. A wait() is an operation, too: a Work with the name "wait", whose attribute `of`
-    is the Work that is waited for. Of plain_exchange() only "post" is told.
+    Events from post to end may come from the queue's thread. With async_op=False an operation
+    blocks its caller from begin to end. An asynchronous exchange() ends in its wait(), or where
+    posting its messages fails. Of plain_exchange() only "post" is told.
     """
     LISTENERS.append(listener)
     try:
         yield
     finally:
         LISTENERS.remove(listener)
-
-
-@contextmanager
-def told_as_wait(work):
-    """Tell the listeners of `work` when its caller begins to wait for it, and when it ends."""
-    waiting = Work("wait", work.group)
-    waiting.of = work
-    waiting.listeners = work.listeners
-    waiting.tell("begin")
-    try:
-        yield
-    finally:
-        waiting.tell("end")
 
 
 class Traffic:

@@ -391,7 +391,7 @@ def test_a_round_that_begins_in_an_inner_backward_ends_once_with_the_outer_one()
     layers[0].weight.register_hook(lambda gradient: events.append("last gradient"))
 
     def listen(event, operation, *_):
-        if event == "begin" and operation.of:
+        if event == "wait":
             events.append("wait")
 
     loss = model(torch.full((1, 1), rank + 1.0, dtype=torch.float64))
@@ -560,8 +560,8 @@ def test_a_bucket_is_reduced_while_backward_still_runs(wait_in_backward):
         layer.weight.register_hook(lambda grad, i=i: events.append(f"gradient {i}"))
 
     def listen(event, operation, *_):
-        if event == "begin":
-            events.append("wait" if operation.of else "reduce")
+        if event in ("begin", "wait"):
+            events.append({"begin": "reduce"}.get(event, event))
 
     loss = mean_square(model, own_part(make_data(4)))
     with observe(listen):

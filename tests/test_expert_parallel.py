@@ -426,7 +426,7 @@ def test_shared_experts_are_launched_while_the_host_waits_for_the_first_counts(p
     tolist, to = torch.Tensor.tolist, torch.Tensor.to
 
     def note(event, operation, *_):
-        if event == "begin" and operation.of is None:
+        if event == "begin":
             events.append("send")
 
     def copied(tensor, *args, **options):
@@ -535,8 +535,8 @@ def note_journeys(events, names):
     names, posted = iter(names), {}
 
     def listen(event, operation, *_):
-        if event == "begin" and operation.of is not None:
-            events.append(f"< {posted[operation.of]}")
+        if event == "wait":
+            events.append(f"< {posted[operation]}")
         elif event == "begin" and operation.async_op:
             posted[operation] = next(names)
             events.append(f"> {posted[operation]}")
@@ -620,17 +620,19 @@ def test_a_part_crosses_nodes_beside_another_ones_second_hop():
     layer.shared.register_forward_hook(lambda *_: events.append("shared"))
 
     def listen(event, operation, *_):
-        if event == "begin" and operation.group is cross_group:
-            events.append("wait" if operation.of else "post" if operation.async_op else "counts")
-        elif event == "begin" and operation.group is node_group and not operation.async_op:
-            events.append("counts in node" if not operation.of else "")
+        if operation.group is cross_group and event == "wait":
+            events.append("wait")
+        elif operation.group is cross_group and event == "begin":
+            events.append("post" if operation.async_op else "counts")
+        elif event == "begin" and not operation.async_op:
+            events.append("counts in node")
 
     with observe(listen):
         layer(torch.randn(6, 4, requires_grad=True)).sum().backward()
     forward = ["counts", *6 * ["post"], "shared"]  # tokens, choices and weights of two parts
     forward += 2 * [*3 * ["wait"], "counts in node", "post"] + 2 * ["wait"]
     backward = 2 * ["post"] + 2 * ["wait", *2 * ["post"]] + 4 * ["wait"]  # choices have no gradient
-    assert [event for event in events if event] == forward + backward
+    assert events == forward + backward
 
 
 def _loads(rank, how):
@@ -704,8 +706,8 @@ def test_counts_of_the_losses_are_sent_when_no_row_travels_and_not_in_evaluation
     under_way = set()
 
     def listen(event, operation, *_):
-        if event == "begin" and operation.of is not None:
-            under_way.discard(operation.of)
+        if event == "wait":
+            under_way.discard(operation)
         elif event == "begin":
             assert not (operation.name == "all_reduce" and under_way)
             sent.append(operation.name)

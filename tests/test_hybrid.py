@@ -630,8 +630,8 @@ def test_a_layer_that_tp_splits_computes_while_its_neighbours_flats_travel():
     def listen(event, operation, *_):
         if event == "begin" and operation.async_op:
             pending.add(operation)
-        elif event == "begin":
-            pending.discard(operation.of)
+        elif event == "wait":
+            pending.discard(operation)
 
     def note(*_):
         names = [operation.name for operation in pending]
