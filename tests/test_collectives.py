@@ -1171,7 +1171,7 @@ def test_messages_of_unlike_sizes_or_operations_end_in_a_timeout_on_both_ranks(c
 def test_settings_of_a_group_hold_for_calls_made_after_they_are_set():
     """A pending operation would take another algorithm on ranks whose queue is behind."""
     x, group, nodes = torch.ones(4), dist.new_group(), []
-    choose_among = lambda nbytes, P, ranks_per_node, *_, **__: nodes.append(ranks_per_node) or "ring"
+    choose_among = lambda nbytes, P, per_node, *_, **__: nodes.append(per_node) or "ring"
     with patch.object(collectives, "choose", choose_among), _background_held() as gate:
         works = [all_reduce(x, group=group, async_op=True) for _ in range(2)]
         set_ranks_per_node(1, group)
@@ -1216,7 +1216,8 @@ def test_a_call_is_refused_while_another_thread_calls_an_operation_of_the_group(
 
 @on_ranks(2)
 def test_a_call_is_refused_while_another_thread_waits_for_its_turn_in_the_queue():
-    x, y, waits, submit = torch.ones(4), torch.ones(4), threading.Event(), collectives._Thread.submit
+    x, y = torch.ones(4), torch.ones(4)
+    waits, submit = threading.Event(), collectives._Thread.submit
 
     def submit_and_tell(queue, *task):
         pending = submit(queue, *task)
