@@ -32,9 +32,10 @@ import weakref
 from collections import deque, namedtuple
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from itertools import zip_longest
 from queue import SimpleQueue
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -48,9 +49,18 @@ def rank_and_size(group=None):
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-# gloo matches messages by tag, so a user's message never arrives in place of one of ours. NCCL
-# ignores tags, and matches the messages of two ranks in the order in which both post them.
-TAG = 1 << 30
+TAG = 1 << 30  # a user's tags are smaller
+
+
+def tag_of(operation, tensor):
+    """Return the tag of a message. On gloo it arrives where a receive has the same tag.
+
+    It depends on the operation's name and on the size, so messages that do not belong together
+    never meet. If ranks call unlike operations, or with unlike sizes, both get an error at the
+    group's timeout. NCCL ignores tags, and matches the messages of two ranks in the order in which
+    both post them.
+    """
+    return TAG + crc32(f"{operation} {tensor.nbytes}".encode()) % TAG
 
 
 def plain_exchange(sends, receives, group=None):
@@ -62,18 +72,20 @@ def plain_exchange(sends, receives, group=None):
     sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
     of ranks must post the messages between them in the same order, in the same batches, with equal
     sizes. Empty tensors are not sent.
-
-    The section "listeners", near the end of this file, wraps this function. So its bytes are
-    counted, and it raises an error for tensors with gaps, and in a group that is busy.
     """
     sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
     receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
-    message = partial(dist.P2POp, group=group, tag=TAG)
-    batch = [message(dist.irecv, tensor, group_peer=peer) for tensor, peer in receives]
-    batch += [message(dist.isend, tensor, group_peer=peer) for tensor, peer in sends]
+
+    def message(call, tensor, peer):
+        tag = tag_of("plain_exchange", tensor)
+        return dist.P2POp(call, tensor, group=group, tag=tag, group_peer=peer)
+
+    batch = [message(dist.irecv, *given) for given in receives]
+    batch += [message(dist.isend, *given) for given in sends]
     if batch:
-        for request in dist.batch_isend_irecv(batch):
-            request.wait()
+        with plain_turn(sends, receives, group):  # checks the tensors, and counts bytes
+            for request in dist.batch_isend_irecv(batch):
+                request.wait()
 
 
 # ---- the idea: a sum travels around a ring -------------------------------------------------------
@@ -168,8 +180,9 @@ def _ring_reduce_scatter(chunks, output, combine, rank):
         own = chunks[(rank - step - 2) % P]
         received = torch.empty_like(own)
         yield [(total, (rank + 1) % P)], [(received, (rank - 1) % P)]
-        total = combine(received, own, out=output if step == P - 2 else received)
-    if P == 1:
+        is_last = step == P - 2
+        total = combine(received, own, out=output if is_last else received)
+    if P == 1:  # without a step, the sum is the chunk itself
         output.copy_(total)
 
 
@@ -198,10 +211,7 @@ def _pairwise(outgoing, arriving, rank):
 
 
 def check_fits(output, input, expected):
-    """Raise ValueError unless `output` has as many elements as `input` makes, and its dtype.
-
-    gloo aborts the process if a buffer is short, and fills a part of a long one in silence.
-    """
+    """Raise ValueError unless `output` has as many elements as `input` makes, and its dtype."""
     if (output.numel(), output.dtype) != (expected, input.dtype):
         made = f"input makes {expected} of {input.dtype}"
         raise ValueError(f"output has {output.numel()} elements of {output.dtype}, {made}")
@@ -268,7 +278,7 @@ def _direct_reduce_scatter(chunks, output, combine, rank):
     parts = [chunks[r] if r == rank else torch.empty_like(output) for r in range(P)]
     yield from _pairwise(chunks, parts, rank)
     total = parts[0]
-    scratch = torch.empty_like(output)
+    scratch = torch.empty_like(output)  # for sums, since parts[rank] is the input's own memory
     for r in range(1, P):
         total = combine(total, parts[r], out=output if r == P - 1 else scratch)
 
@@ -299,7 +309,8 @@ def _halving(chunks, output, combine, rank):
         yield [(_joined(sent), partner)], [(received, partner)]
         is_last = half == 1
         total = combine(own, received, out=output if is_last else received)
-        chunks = total.split_with_sizes([chunk.numel() for chunk in kept])  # of the partial sums
+        # the next step halves these sums, cut where the chunks of the input were
+        chunks = total.split_with_sizes([chunk.numel() for chunk in kept])
 
 
 def _doubling(chunks, rank):
@@ -360,18 +371,24 @@ _PLAIN_PHASES = {  # name: (reduce-scatter, all-gather)
 }
 
 
-def _all_reduce(name, output, input, combine, rank, P):
-    """All-reduce `input` into `output`, which may be the same memory, by the named algorithm."""
+def _all_reduce(
+    name, output, input, combine, rank, P, phases=_PLAIN_PHASES, cut=torch.tensor_split, **options
+):
+    """All-reduce `input` into `output`, which may be the same memory, by the named algorithm.
+
+    The upper floor has more `phases`, which may have options, and cuts chunks in another way.
+    """
     if name == "naive":
         # every rank is sent the whole tensor, as if it were the rank's chunk
-        yield from _direct_reduce_scatter([input] * P, output, combine, rank)
+        reduce_scatter, _ = phases["direct"]
+        yield from reduce_scatter([input] * P, output, combine, rank)
     elif name == "recursive_doubling":
         yield from _recursive_doubling(output, input, combine, rank, P)
     else:
-        reduce_scatter, all_gather = _PLAIN_PHASES[name]
-        chunks = output.tensor_split(P)
-        yield from reduce_scatter(input.tensor_split(P), chunks[rank], combine, rank)
-        yield from all_gather(chunks, rank)
+        reduce_scatter, all_gather = phases[name]
+        chunks = cut(output, P)
+        yield from reduce_scatter(cut(input, P), chunks[rank], combine, rank, **options)
+        yield from all_gather(chunks, rank, **options)
 
 
 def plain_all_reduce(tensor, algorithm="ring", group=None):
@@ -501,6 +518,7 @@ def all_reduce_bytes(nbytes, world_size):
 #     varying       tensors of their own             that of its own tensor    varying
 #     partial       parts; the sum is meant          the sum's, equal on all   replicated
 #
+# So the gradient of a replicated tensor is partial, and that of a partial tensor is replicated.
 # copy_to_group() makes a replicated tensor of an invariant one, so its backward makes an invariant
 # gradient of a partial one. It is an all-reduce: 2 + 5 = 7. The tensor p is partial since its sum
 # is meant. If the products themselves were meant, it would be varying, with the same numbers.
@@ -712,8 +730,8 @@ def _reduce_at_once(chunks, output, combine, rank):
     if combine.scratch:
         matrix = combine.scratch.pop()
     else:
-        # A row is this chunk in whole units of ALIGNMENT bytes, and one unit more, by which chunks
-        # of the segments that reuse the matrix may be longer, see cut_aligned().
+        # Later segments reuse the matrix. By cut_aligned(), their chunks may be longer than this
+        # one by a unit of ALIGNMENT bytes, so a row has room for one unit more.
         unit = ALIGNMENT // output.itemsize
         units = math.ceil(len(output) / unit) + 1
         matrix = output.new_empty(len(chunks), units * unit)
@@ -738,16 +756,8 @@ def _reduce_at_once(chunks, output, combine, rank):
 def all_reduce_segment(name, output, input, combine, rank, P, **options):
     """Do what _all_reduce() does for any P, in aligned chunks, and on a GPU with few kernels."""
     if name in DOUBLINGS and P.bit_count() > 1:
-        yield from _with_extra_ranks(name, output, input, combine, rank, P)
-    elif name == "recursive_doubling":
-        yield from _recursive_doubling(output, input, combine, rank, P)
-    elif name == "naive":
-        yield from reduce_directly([input] * P, output, combine, rank)
-    else:
-        reduce_scatter, all_gather = PHASES[name]
-        chunks = cut_aligned(output, P)
-        yield from reduce_scatter(cut_aligned(input, P), chunks[rank], combine, rank, **options)
-        yield from all_gather(chunks, rank, **options)
+        return _with_extra_ranks(name, output, input, combine, rank, P)
+    return _all_reduce(name, output, input, combine, rank, P, PHASES, cut_aligned, **options)
 
 
 def _with_extra_ranks(name, output, input, combine, rank, P):
@@ -1202,12 +1212,13 @@ class Work:
     rank, world_size: of this process in the group; ranks: the global ranks of the group's members
     async_op: whether the call may return before the messages are complete
     members: the group's Membership; queue: the one for the tensor's device
+    network, uses_backend: the group's settings at the time of the call. A queue may run it after
+        they have been changed, and other ranks' queues before, so all ranks go by the call
     pending: the task in this queue that wait() finishes
-    listeners, of: see observe()
+    listeners: see observe()
     """
 
     pending = DONE
-    of = None
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None):
         self.name = name
@@ -1218,12 +1229,9 @@ class Work:
         self.rank, self.world_size = self.members.place
         self.ranks = self.members.ranks
         self.queue = self.members.queue_for(self.group, tensor)
+        self.network = self.world_size, self.members.ranks_per_node, self.queue.on_nccl
+        self.uses_backend = self.members.uses_backend
         self.listeners = tuple(LISTENERS)
-
-    @property
-    def network(self):
-        """What choose() asks about a group: its size, the ranks per node, whether it uses NCCL."""
-        return self.world_size, self.members.ranks_per_node, self.queue.on_nccl
 
     def tell(self, event, *messages):
         """Tell the listeners of an event. observe() lists the events."""
@@ -1232,8 +1240,11 @@ class Work:
 
     def wait(self):
         """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
-        with told_as_wait(self):
+        self.tell("wait")
+        try:
             self.pending.finish()
+        finally:
+            self.tell("waited")
         self.pending = DONE  # let go of the tensors
 
     def is_completed(self):
@@ -1244,8 +1255,8 @@ class Work:
 def launch(work, plan, outputs, inputs=(), backend=None):
     """Run a collective at once, or in the group's queue. Return its Work if it is asynchronous.
 
-    Ranks may differ in which of the two they do. Both keep the order of the calls, so each rank
-    posts the group's messages in the same order.
+    One rank may run a call at once that another one queues. In both cases a rank posts the group's
+    messages in the order of its calls, which is the same on all ranks.
 
     plan: a function of all outputs and inputs, flat, which returns the algorithms to run
     backend: a function of the same tensors, which calls the backend's own collective
@@ -1259,17 +1270,16 @@ def launch(work, plan, outputs, inputs=(), backend=None):
         else:  # nothing is pending; streams and NCCL keep the order of calls that ran at once
             task()
             queue.note_launch()
-    if work.async_op:
-        return work
-    work.pending.finish()  # if the queue has it
-    return None
+        if not work.async_op:
+            work.pending.finish()  # if the queue has it
+    return work if work.async_op else None
 
 
 def run(work, plan, outputs, inputs, backend):
     """Run a collective on flat, contiguous tensors, and copy what they hold to the outputs."""
     try:
         flat = [flat_memory(tensor) for tensor in (*outputs, *inputs)]
-        if backend and work.members.uses_backend:
+        if backend and work.uses_backend:
             backend(*flat)
         else:
             take_turns(plan(*flat), work)
@@ -1320,10 +1330,11 @@ def take_turns(algorithms, work):
 def exchange(sends, receives, group=None, async_op=False):
     """Do what plain_exchange() does, faster, and also in a group that is busy.
 
-    Pending collectives of the group complete first; later ones do not wait for it. On gloo a
-    message larger than its receiver's tensor aborts the process. A RuntimeError names the failed
-    peer. With async_op=True this returns a Work to wait() for. Otherwise it returns when the
-    messages are complete, or on NCCL when the current stream has been told to wait for them.
+    Pending collectives of the group complete first; later ones do not wait for it. A RuntimeError
+    names the failed peer. More than MOST_PEERS messages are posted as several batches, cut by their
+    places in the lists, so a message must have the same place on both ranks. With async_op=True
+    this returns a Work to wait() for. Otherwise it returns when the messages are complete, or on
+    NCCL when the current stream has been told to wait for them.
     """
     require_memory(sends, receives)
     tensor = (sends or receives)[0][0] if sends or receives else None
@@ -1412,7 +1423,7 @@ def _begin(work, sends, receives):
                 for message in messages:
                     posted = [message]
                     tensor, peer = message
-                    begun.append((call([tensor], peer, TAG), posted))
+                    begun.append((call([tensor], peer, tag_of(work.name, tensor)), posted))
     except RuntimeError as error:
         raise _lost(work, posted, error) from error
 
@@ -1697,36 +1708,23 @@ LISTENERS = []
 
 @contextmanager
 def observe(listener):
-    """Call listener(event, work, ...) for operations that begin in the block, and for their waits:
+    """Call listener(event, work, ...) for operations that begin in the block:
 
-    begin                     once the call has checked its arguments, in the caller's thread
+    begin                     once the call has checked its arguments
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
     backend                   before the backend's own collective runs in their place
     end                       on completion (on NCCL: launch) or failure
+    wait, waited              where Work.wait() begins, and where it returns or raises
 
-    Events after "begin" may come from another thread. With async_op=False an operation blocks its
-    caller from begin to end. An asynchronous exchange() ends in its wait(), or where posting its
-    messages fails. A wait() is an operation, too: a Work with the name "wait", whose attribute `of`
-    is the Work that is waited for. Of plain_exchange() only "post" is told.
+    Events from post to end may come from the queue's thread. With async_op=False an operation
+    blocks its caller from begin to end. An asynchronous exchange() ends in its wait(), or where
+    posting its messages fails. Of plain_exchange() only "post" is told.
     """
     LISTENERS.append(listener)
     try:
         yield
     finally:
         LISTENERS.remove(listener)
-
-
-@contextmanager
-def told_as_wait(work):
-    """Tell the listeners of `work` when its caller begins to wait for it, and when it ends."""
-    waiting = Work("wait", work.group)
-    waiting.of = work
-    waiting.listeners = work.listeners
-    waiting.tell("begin")
-    try:
-        yield
-    finally:
-        waiting.tell("end")
 
 
 class Traffic:
@@ -1756,34 +1754,18 @@ def count_bytes():
         yield traffic
 
 
-def _told_and_checked(exchange):
-    """Let listeners hear of plain_exchange(), and let it refuse what would go wrong in silence.
+@contextmanager
+def plain_turn(sends, receives, group):
+    """Check the messages that plain_exchange() posts inside, and tell the listeners of them.
 
-    Tensors with gaps raise ValueError. On gloo, pending collectives of the group raise RuntimeError
-    because messages of both could arrive in place of one another. So does a call in another thread.
+    Raises ValueError for tensors with gaps, and RuntimeError if another thread calls the group.
     """
-
-    @wraps(exchange)
-    def told(sends, receives, group=None):
-        require_memory(sends, receives)
-        sends = not_empty(sends)
-        receives = not_empty(receives)
-        if not sends and not receives:
-            return
-        tensor, _ = (sends or receives)[0]
-        work = Work("plain_exchange", group, tensor)
-        if not (work.queue.on_nccl or work.queue.last.is_completed()):
-            pending = "plain_exchange() while operations of its group are pending"
-            raise RuntimeError(f"{pending}: call exchange(), or wait() for them")
-        work.tell("post", sends, receives)
-        with only_caller(work):
-            exchange(sends, receives, group)
-
-    return told
-
-
-# plain_run() and ring_all_reduce() call it by its name, so from here on they call this one.
-plain_exchange = _told_and_checked(plain_exchange)
+    require_memory(sends, receives)
+    tensor, _ = (sends or receives)[0]
+    work = Work("plain_exchange", group, tensor)
+    work.tell("post", sends, receives)
+    with only_caller(work):
+        yield
 
 
 # ==== for the demonstrations and the other files ==================================================

@@ -480,8 +480,9 @@ class DistributedDataParallel(nn.Module):
 
         Its gradients count as they are, so as zero if they have been cleared. If the module has
         buffers, the other ranks must run all microbatches of this step but the last in no_sync(),
-        forward and backward, so that they also copy buffers once. A sharded module cannot do
-        without a batch: its ranks need each other's shards, so each has to run every pass.
+        forward and backward, so that they also copy buffers once. A module that sends messages in
+        its own passes, such as a sharded one or one with MoE layers (expert_parallel.py), cannot do
+        without a batch: each rank has to run every pass, if need be with no token.
         """
         self._begin_pass()
         self.start_grad_sync()

@@ -122,15 +122,15 @@ def switch_layer(x, router, compute, group=None):
 #
 #     the experts            their MLPs
 #     the router             how it chooses, and what keeps it balanced
-#     the router's losses    two losses whose gradients backward adds, and a tally of the choices
 #     rows under way         an all-to-all that begins in one place and ends in another
 #     dispatch and combine   what plain_dispatch() does, with less memory, one wait, and overlap
 #     two hops               the same, but a token crosses to each node only once
+#     the router's losses    two losses whose gradients backward adds, and a tally of the choices
 #     the layer              MoE
 #
-# Types in docstrings: V is a tensor of this rank's own, and so is its gradient. I is equal on all
-# ranks, and so is its gradient. R is equal, too, but a rank's gradient is a part, and the parts are
-# to be summed. In collectives.py they are called varying, invariant and replicated.
+# Docstrings name the types of tensors over the group, which collectives.py explains. V (varying) is
+# a rank's own. I (invariant) is equal on all ranks, and so is its gradient. R (replicated) is
+# equal, too, but each rank's gradient is a part, and the parts must be summed.
 
 # ---- k experts per token -------------------------------------------------------------------------
 #
@@ -177,10 +177,12 @@ def plain_dispatch(x, experts, weights, num_experts, compute, group=None):
     )
     # The rows of each rank have arrived sorted by expert, E0 E0 E1 | E0 E0 in the example.
     local = torch.arange(num_local, device=x.device).repeat(world_size)
-    by_expert = local.repeat_interleave(received.flatten()).argsort(stable=True)
+    expert_of_row = local.repeat_interleave(received.flatten())  # 0 0 1 0 0
+    by_expert = expert_of_row.argsort(stable=True)
     sizes = received.sum(0)
     results = compute(rows[by_expert], sizes.tolist(), sizes)
-    results = results[by_expert.argsort()]  # in the order in which the rows arrived
+    as_arrived = by_expert.argsort()  # the inverse: 0 1 4 2 3
+    results = results[as_arrived]
     results = all_to_all_in_group(
         results, output_split_sizes=rows_to, input_split_sizes=rows_from, group=group
     )
@@ -247,9 +249,9 @@ class Experts(nn.Module):
         """Apply each expert to its rows of x, (M, D). See `compute` of plain_dispatch()."""
         w_in = self.w_in.to(x.dtype)
         w_out = self.w_out.to(x.dtype)
-        # F.grouped_mm() is fast in bfloat16. Row lengths must be multiples of 8 (16 bytes). Other
-        # dtypes and lengths take a product for each expert.
-        is_aligned = not any(width % 8 for width in w_out.shape[1:])
+        # F.grouped_mm() has a fast kernel for bfloat16, if rows have a multiple of 8 elements (16
+        # bytes). Other dtypes and lengths take a product for each expert.
+        is_aligned = all(width % 8 == 0 for width in w_out.shape[1:])
         if x.dtype == torch.bfloat16 and is_aligned and len(x) > 0:
             x = self.activation(_grouped(x, w_in, sizes, sizes_on_device))
             return _grouped(x, w_out, sizes, sizes_on_device)
@@ -283,7 +285,7 @@ def _grouped(x, weight, sizes, sizes_on_device):
 # ---- the router ----------------------------------------------------------------------------------
 #
 # A router tends to overuse a few experts, and its logits tend to grow. There are four remedies. The
-# losses have a section of their own, after this one.
+# losses have a section of their own, before the layer.
 #
 #     capacity      the most rows that an expert takes from a rank. Others are dropped (GShard)
 #     bias          a number per expert, added to its score for the choice only, not for the weight.
@@ -403,8 +405,9 @@ class FullPrecisionLinear(torch.autograd.Function):
 def full_precision(device):
     """Compute products inside in the dtype of their factors, without TF32 and without autocast.
 
-    PyTorch reads the setting for TF32 when it launches a product, so later ones are not affected.
-    If products inherit the setting from torch.backends, it becomes their own.
+    PyTorch has one setting for TF32, which it reads when it launches a product. So it is changed
+    while those inside are launched. If it was inherited from torch.backends, it is set explicitly
+    afterwards, to the same value.
     """
     products = torch.backends.cuda.matmul
     precision = products.fp32_precision
@@ -450,124 +453,6 @@ def within_capacity(experts, num_experts, capacity_factor):
     return experts.masked_fill(is_dropped.view_as(experts), -1)
 
 
-# ---- the router's losses -------------------------------------------------------------------------
-#
-# The losses belong to the loss from which the caller runs backward. But a layer is deep inside a
-# model, of which the caller, or the next stage of a pipeline, gets only the output. So the layer
-# does not return its losses. It gives its output through AddLossAndTally, whose backward adds the
-# gradients that there would be if the caller's loss contained
-#
-#     scale * (balance_coefficient * balance loss + z_coefficient * z-loss)
-#
-# Only backward counts choices, in a tally. So evaluations are not counted, and what is recomputed
-# (sequence_parallel.py) is counted once.
-
-
-def balance_loss(probabilities, loads, tokens):
-    """Return this rank's part of Switch's loss E sum_i f_i p_i, which is 1 if all loads are equal.
-
-    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. loads:
-    (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
-    """
-    fractions = loads.to(probabilities.dtype) / loads.sum().clamp(min=1)  # there may be no token
-    return len(loads) * (fractions * probabilities.sum(0)).sum() / tokens
-
-
-def router_z_loss(logits, tokens):
-    """Return this rank's part of the mean of logsumexp(logits)^2 over all ranks' tokens."""
-    return logits.logsumexp(-1).square().sum() / tokens
-
-
-class AddLossAndTally(torch.autograd.Function):
-    """Return x. In backward, give `loss` the gradient losses.scale, and add `counted` to the tally.
-
-    losses: the RouterLosses. (Megatron-LM has the same in its MoEAuxLossAutoScaler.)
-    """
-
-    @staticmethod
-    def forward(ctx, x, loss, counted, losses):
-        ctx.counted = counted
-        ctx.losses = losses
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.losses.tally.add_(ctx.counted)
-        return dy, ctx.losses.scale * ctx.counted.new_ones(()), None, None
-
-
-class RouterLosses:
-    """The balance loss and the z-loss of a layer's router, and a tally of what it chooses.
-
-    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
-    scale: the factor of the caller's own loss, such as 1/n if it is divided by n microbatches. It
-        is a number, or a tensor () on x's device. As an attribute it may be set before each
-        backward(). With a GradScaler:
-        layer.losses.scale = scaler.scale(torch.ones((), device=x.device)) / n
-    groups: With (), the losses are means over this rank's tokens, as the caller's loss mostly is.
-        With groups, they are means over the tokens of all W ranks in them, and a rank's losses are
-        its parts of these. So if gradients are averaged over the W ranks, multiply scale by W.
-        E counts are summed over one group after another, such as this rank's row and its column in
-        a grid of ranks. Only a forward with gradients sends counts, so the ranks must enable
-        gradients alike, or some would wait forever.
-
-    The attribute `tally`, (E + 3,), says how often each of the E experts was chosen, how many
-    choices were dropped, and this rank's parts of the two losses. After a step the caller sums the
-    tallies over the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the
-    tally to 0. It moves to the device of x in forward, so read the attribute anew in each step.
-    """
-
-    def __init__(self, num_experts, top_k, balance_coefficient, z_coefficient, scale, groups):
-        self.num_experts = num_experts
-        self.top_k = top_k
-        self.balance_coefficient = balance_coefficient
-        self.z_coefficient = z_coefficient
-        self.scale = scale
-        self.groups = groups
-        # This is not a buffer of the layer, which DDP would broadcast. It is on the CPU also if
-        # "meta" is the default device, because to_empty() would not give it memory.
-        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
-
-    def attach(self, y, routing, experts):
-        """Return y. Its backward also adds the losses' gradients, and counts in the tally.
-
-        experts: routing.experts, with -1 for dropped choices.
-        """
-        if not torch.is_grad_enabled():
-            return y
-        loads = count_choices(routing.experts, self.num_experts)
-        balance = z = loss = torch.zeros((), dtype=torch.float64, device=y.device)
-        if self.balance_coefficient or self.z_coefficient:
-            total = loads.clone()
-            for group in self.groups:
-                all_reduce(total, group=group)
-            tokens = (total.sum() // self.top_k).clamp(min=1)  # a rank may have none
-            balance = balance_loss(routing.probabilities, total, tokens).double()
-            z = router_z_loss(routing.logits, tokens).double()
-            loss = self.balance_coefficient * balance + self.z_coefficient * z
-        dropped = (experts < 0).sum()
-        counted = torch.cat([loads, torch.stack([dropped, balance.detach(), z.detach()])])
-        self.tally = self.tally.to(y.device)
-        return AddLossAndTally.apply(y, loss, counted, self)
-
-
-def tally_metrics(tallies, num_microbatches, with_losses):
-    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
-
-    expert_load: the largest load divided by the mean, in the worst layer, or 0 without a token.
-    expert_dropped: the fraction of choices dropped. balance_loss, z_loss: means over layers and
-    microbatches, if the losses have groups. Without, the ranks' means add up: divide by their
-    number.
-    """
-    loads = tallies[:, :-3]  # (layers, E)
-    means = loads.mean(1).clamp(min=1e-9)  # not 0, also if a layer has had no token
-    metrics = {"expert_load": (loads.amax(1) / means).max()}
-    metrics["expert_dropped"] = tallies[:, -3].sum() / loads.sum().clamp(min=1)
-    if with_losses:
-        metrics["balance_loss"], metrics["z_loss"] = tallies[:, -2:].mean(0) / num_microbatches
-    return metrics
-
-
 # ---- rows under way ------------------------------------------------------------------------------
 #
 # Rows can travel while something else is computed that does not need them. For this, an all-to-all
@@ -590,19 +475,17 @@ class Journey:
         backward    waits for 3 gradients,       begins to send 4 gradients
                     and returns them
 
-    In autograd's graph, an empty tensor joins the two: _Post returns it, and _Await takes it. So
-    _Await's backward runs before that of _Post.
+    The rows go from _Post to _Await in the Journey, which autograd does not see. It must still run
+    _Await's backward before that of _Post. So _Post returns an empty tensor, and _Await takes it.
 
     received, sent: how many rows come from and go to each rank in forward
-    overlaps: whether anything is computed meanwhile; otherwise begin() also waits
     hand_over: None, or a function to call before rows are waited for, in both directions
     """
 
-    def __init__(self, received, sent, group, overlaps, hand_over):
+    def __init__(self, received, sent, group, hand_over):
         self.received = received
         self.sent = sent
         self.group = group
-        self.overlaps = overlaps
         self.hand_over = hand_over
         self.operation = None
         self.arriving = None
@@ -611,15 +494,14 @@ class Journey:
         """Begin to send `going` of the rows to each rank, and to receive `coming` from each."""
         self.arriving = rows.new_empty(sum(coming), *rows.shape[1:])
         self.operation = all_to_all_single(
-            self.arriving, rows.contiguous(), coming, going, self.group, async_op=self.overlaps
+            self.arriving, rows.contiguous(), coming, going, self.group, async_op=True
         )
 
     def end(self):
         """Wait for the rows that arrive, and return them."""
         if self.hand_over is not None:
             self.hand_over()
-        if self.operation is not None:
-            self.operation.wait()
+        self.operation.wait()
         rows = self.arriving
         self.arriving = None  # so that its memory is freed after use
         return rows
@@ -662,8 +544,8 @@ class _Await(torch.autograd.Function):
 #
 #     dropped choices   an expert of -1 is none. No row travels for such a choice
 #     less memory       backward needs fewer tensors of N k rows: _Permuted and _WeightedSums
-#     one wait          the host waits once, for all counts. If nothing else overlaps, it launches
-#                       shared experts meanwhile
+#     one wait          the host waits once, for all counts
+#     overlap           shared experts are computed while tokens travel
 #     parts             some tokens travel while others are computed
 #
 # The tokens of a rank are divided into parts. A DispatchPlan counts how many rows of each part go
@@ -676,8 +558,8 @@ class _Await(torch.autograd.Function):
 #     backward   sums 2   sums 1       experts 2    experts 1     shared       router
 #                         combine 2    combine 1    dispatch 2    dispatch 1
 #
-# Of the nodes of the graph whose gradients are complete, autograd runs the one that forward made
-# last. In backward, a dispatch or a combine carries the gradients of its rows the other way. In
+# In backward, a dispatch or a combine carries the gradients of its rows the other way. The order is
+# autograd's: of the nodes whose gradients are complete, it runs the one that forward made last. In
 # both directions, only dispatch 1 and combine 2 are exposed, as far as the shared experts and the
 # sums do not hide them. All ranks post the same number of messages, also for parts in which they
 # have no token. Choices, capacity and the order in which a token's results are added do not depend
@@ -747,7 +629,6 @@ class DispatchPlan:
         self.group = group
         self.k = experts.shape[1]
         self.hand_over = hand_over
-        self.overlaps = parts > 1 or hand_over is not None
         each, left_over = divmod(len(experts), parts)
         self.num_tokens = [each + (part < left_over) for part in range(parts)]
         choices = self.divided(experts)
@@ -756,11 +637,11 @@ class DispatchPlan:
         received = all_to_all_in_group(sent, group=group)  # received[r] is from rank r
         both = torch.stack([sent, received]).transpose(1, 2)  # (sent and received, parts, P, G)
         self.received = both[1]
-        # The copy starts now, so that the host will not wait for kernels launched after it. From a
-        # GPU it goes to pinned memory, without a wait, and has ended when the event below has.
+        # From a GPU, this launches a copy to pinned memory, and does not wait for it. The event
+        # marks its end, so wait_for_counts() waits for no kernel that is launched later.
         self.on_host = both.to("cpu", non_blocking=True)
         if experts.is_cuda:
-            self.copied = torch.cuda.current_stream().record_event()
+            self.copied = torch.cuda.current_stream(experts.device).record_event()
         self.orders = [part.flatten().argsort(stable=True) for part in choices]
 
     def divided(self, tensor):
@@ -787,8 +668,6 @@ class Part:
         end_dispatch()    receives t0 t1 t1 | t2 t3, returns t0 t1 t2 t3 t1
         begin_combine()   takes results in this order, sends t0 t1 t1 | t2 t3 back
         end_combine()     receives t0 t1 t1 | t0, returns sums in the order t0 t1
-
-    If the plan overlaps nothing, rows arrive before the begin_*() returns.
     """
 
     def __init__(self, plan, num_tokens, order, sent, received, received_on_device):
@@ -838,7 +717,7 @@ class Part:
         return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
 
     def post(self, rows, received, sent, hand_over=None):
-        journey = Journey(received, sent, self.plan.group, self.plan.overlaps, hand_over)
+        journey = Journey(received, sent, self.plan.group, hand_over)
         self.under_way.append((_Post.apply(rows, journey), journey))
 
     def arrived(self):
@@ -878,13 +757,11 @@ def dispatch_and_combine(
     Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
     """
     plan = DispatchPlan(experts, num_experts, group, parts, hand_over)
-    if shared is not None and not plan.overlaps:
-        shared_y = shared(x)  # is computed while the host waits for counts
     all_parts = plan.wait_for_counts()
     tensors_of_parts = zip(*[plan.divided(tensor) for tensor in (x, *others)])
     for part, tensors in zip(all_parts, tensors_of_parts):
         part.begin_dispatch(*tensors)
-    if shared is not None and plan.overlaps:
+    if shared is not None:
         shared_y = shared(x)  # is computed while the first part travels
     for part in all_parts:
         part.begin_combine(compute(*part.end_dispatch()))
@@ -939,6 +816,112 @@ def two_hops(
         x, nodes.where(is_needed, -1), None, num_nodes, in_node, cross_group, shared, parts,
         hand_over, others=(experts, weights),
     )
+
+
+# ---- the router's losses -------------------------------------------------------------------------
+#
+# The losses belong to the loss from which the caller runs backward. But a layer is deep inside a
+# model, of which the caller, or the next stage of a pipeline, gets only the output. So the layer
+# does not return its losses. It gives its output through AddLossAndTally, whose backward adds the
+# gradients that there would be if the caller's loss contained
+#
+#     scale * (balance_coefficient * balance loss + z_coefficient * z-loss)
+#
+# Only backward counts choices, in a tally. So evaluations are not counted, and what is recomputed
+# (sequence_parallel.py) is counted once.
+
+
+def balance_loss(probabilities, loads, tokens):
+    """Return this rank's part of Switch's loss E sum_i f_i p_i, which is 1 if all loads are equal.
+
+    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. loads:
+    (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
+    """
+    fractions = loads.to(probabilities.dtype) / loads.sum().clamp(min=1)  # there may be no token
+    return len(loads) * (fractions * probabilities.sum(0)).sum() / tokens
+
+
+def router_z_loss(logits, tokens):
+    """Return this rank's part of the mean of logsumexp(logits)^2 over all ranks' tokens."""
+    return logits.logsumexp(-1).square().sum() / tokens
+
+
+class AddLossAndTally(torch.autograd.Function):
+    """Return x. In backward, give `loss` the gradient losses.scale, and add `counted` to the tally.
+
+    losses: the RouterLosses. (Megatron-LM has the same in its MoEAuxLossAutoScaler.)
+    """
+
+    @staticmethod
+    def forward(ctx, x, loss, counted, losses):
+        ctx.counted = counted
+        ctx.losses = losses
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.losses.tally.add_(ctx.counted)
+        return dy, ctx.losses.scale * ctx.counted.new_ones(()), None, None
+
+
+class RouterLosses:
+    """The balance loss and the z-loss of a layer's router, and a tally of what it chooses.
+
+    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), or 0.
+    scale: the factor of the caller's own loss, such as 1/n if it is divided by n microbatches. It
+        is a number, or a tensor () on x's device. As an attribute it may be set before each
+        backward(). With a GradScaler:
+        layer.losses.scale = scaler.scale(torch.ones((), device=x.device)) / n
+        With 0, set before forward, a batch does not count, neither in the losses of any rank nor in
+        the tally. So a rank without a batch takes any batch, multiplies its loss by 0, and sets
+        losses.scale = 0.
+    groups: With (), the losses are means over this rank's tokens, as the caller's loss mostly is.
+        With groups, they are means over the tokens of all W ranks in them, and a rank adds its part
+        of each mean. If the caller then averages gradients over the W ranks, and does not sum them,
+        it multiplies scale by W. E counts are summed over one group after another, such as this
+        rank's row and its column in a grid of ranks. Only a forward with gradients sends counts, so
+        the ranks must enable gradients alike, or some would wait forever.
+
+    The attribute `tally`, (E + 3,), says how often each of the E experts was chosen, how many
+    choices were dropped, and this rank's parts of the two losses. After a step the caller sums the
+    tallies over the ranks, gives the counts to router.update_bias() if it uses a bias, and sets the
+    tally to 0. It moves to the device of x in forward, so read the attribute anew in each step.
+    """
+
+    def __init__(self, num_experts, top_k, balance_coefficient, z_coefficient, scale, groups):
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.balance_coefficient = balance_coefficient
+        self.z_coefficient = z_coefficient
+        self.scale = scale
+        self.groups = groups
+        # This is not a buffer of the layer, which DDP would broadcast. It is on the CPU also if
+        # "meta" is the default device, because to_empty() would not give it memory.
+        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
+
+    def attach(self, y, routing, experts):
+        """Return y. Its backward also adds the losses' gradients, and counts in the tally.
+
+        experts: routing.experts, with -1 for dropped choices.
+        """
+        if not torch.is_grad_enabled():
+            return y
+        is_counted = self.scale != 0
+        loads = count_choices(routing.experts, self.num_experts) * is_counted
+        balance = z = loss = torch.zeros((), dtype=torch.float64, device=y.device)
+        if self.balance_coefficient or self.z_coefficient:
+            total = loads.clone()
+            for group in self.groups:
+                all_reduce(total, group=group)
+            tokens = (total.sum() // self.top_k).clamp(min=1)  # a rank may have none
+            balance = balance_loss(routing.probabilities, total, tokens).double()
+            z = router_z_loss(routing.logits, tokens).double()
+            loss = self.balance_coefficient * balance + self.z_coefficient * z
+        dropped = (experts < 0).sum()
+        counted = torch.cat([loads, torch.stack([dropped, balance.detach(), z.detach()])])
+        counted = counted * is_counted
+        self.tally = self.tally.to(y.device)
+        return AddLossAndTally.apply(y, loss, counted, self)
 
 
 # ---- the layer -----------------------------------------------------------------------------------
@@ -1093,7 +1076,7 @@ def _compare_layers(x):
     expected = run(plain)
     in_parts = _difference(run(layer), expected)
     alone = [dist.new_group([other]) for other in range(P)][rank]
-    layer.nodes = alone, None  # as if each rank were a node
+    layer.nodes = alone, None  # each rank is a node of its own, and the nodes are all ranks
     return in_parts, _difference(run(layer), expected)
 
 

@@ -90,7 +90,7 @@ from collectives import (
     schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
-from expert_parallel import MoE, Router, tally_metrics
+from expert_parallel import MoE, Router
 from pipeline import (
     NUM_CHUNKS, SCHEDULES, PairedPipeline, Pipeline, WeightGradStore, forward_only,
     one_f_one_b_step, sum_replicas,
@@ -1638,6 +1638,22 @@ def sum_tallies(mixtures, args, mesh, device):
         for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
             all_reduce(tallies, group=group)
     return tallies
+
+
+def tally_metrics(tallies, num_microbatches, with_losses):
+    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
+
+    expert_load: the largest load divided by the mean, in the worst layer, or 0 without a token.
+    expert_dropped: the fraction of choices dropped. balance_loss, z_loss: means over layers and
+    microbatches.
+    """
+    loads = tallies[:, :-3]  # (layers, E)
+    means = loads.mean(1).clamp(min=1e-9)  # not 0, also if a layer has had no token
+    metrics = {"expert_load": (loads.amax(1) / means).max()}
+    metrics["expert_dropped"] = tallies[:, -3].sum() / loads.sum().clamp(min=1)
+    if with_losses:
+        metrics["balance_loss"], metrics["z_loss"] = tallies[:, -2:].mean(0) / num_microbatches
+    return metrics
 
 
 # ---- what a step sends ---------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
+from datetime import timedelta
 from functools import partial
 from unittest.mock import Mock, call, patch
 
@@ -1103,19 +1104,84 @@ def test_operations_of_a_group_run_in_order_and_those_of_other_groups_do_not_wai
 
 
 @on_ranks(2)
-def test_a_plain_exchange_is_refused_while_operations_of_its_group_are_pending():
-    """Otherwise its messages could arrive in place of theirs."""
+def test_a_plain_exchange_does_not_meet_messages_of_pending_operations():
+    """They have its size. A pending exchange() has posted its own already."""
     x, received, peer = torch.ones(4), torch.zeros(4), 1 - dist.get_rank()
+    arriving = torch.zeros(4)
     with _background_held() as gate:
+        under_way = exchange([(x + 1, peer)], [(arriving, peer)], async_op=True)
         work = all_reduce(x.clone(), async_op=True)
         try:
-            with pytest.raises(RuntimeError, match="plain_exchange.. while operations of"):
-                plain_exchange([(x, peer)], [(received, peer)])
+            plain_exchange([(x + 2, peer)], [(received, peer)])
         finally:
             gate.set()
         work.wait()
-    plain_exchange([(x, peer)], [(received, peer)])
-    assert torch.equal(received, x)
+        under_way.wait()
+    assert (received == 3).all() and (arriving == 2).all()
+
+
+def _send_few(rank, group):
+    x = torch.ones(4 + 4 * rank)
+    broadcast(x, 0, group)
+
+
+def _send_few_plainly(rank, group):
+    x = torch.ones(4 + 4 * rank)
+    plain_exchange([(x, 1)] * (rank == 0), [(x, 0)] * (rank == 1), group)
+
+
+def _add_few(rank, group):
+    reduce(torch.ones(8 - 4 * rank), 0, group=group)
+
+
+def _gather_few(rank, group):
+    gather(torch.ones(2 + 2 * rank), [*torch.ones(2, 4)] if rank else None, 1, group)
+
+
+def _exchange_few_rows(rank, group):
+    """Rank 0 sends 1 row, and rank 1 expects 2."""
+    sent, received = [0, 1 - rank], [2 * rank, 0]
+    output, input = torch.ones(sum(received)), torch.ones(sum(sent))
+    all_to_all_single(output, input, received, sent, group)
+
+
+def _call_another(rank, group):
+    x = torch.ones(4)
+    if rank:
+        broadcast(x, 0, group)
+    else:
+        scatter(x, [x, x], 0, group)
+
+
+OTHERS = _send_few_plainly, _add_few, _gather_few, _exchange_few_rows, _call_another
+UNLIKE = _send_few, *map(soak, OTHERS)
+
+
+@pytest.mark.parametrize("call", UNLIKE)
+@on_ranks(2)
+def test_messages_of_unlike_sizes_or_operations_end_in_a_timeout_on_both_ranks(call):
+    """Otherwise a part of the longer tensor would be filled, or another operation's."""
+    rank, P = rank_and_size()
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    with pytest.raises(RuntimeError, match="imed out|closed|reset"):
+        call(rank, group)
+
+
+@on_ranks(2)
+def test_settings_of_a_group_hold_for_calls_made_after_they_are_set():
+    """A pending operation would take another algorithm on ranks whose queue is behind."""
+    x, group, nodes = torch.ones(4), dist.new_group(), []
+    choose_among = lambda nbytes, P, per_node, *_, **__: nodes.append(per_node) or "ring"
+    with patch.object(collectives, "choose", choose_among), _background_held() as gate:
+        works = [all_reduce(x, group=group, async_op=True) for _ in range(2)]
+        set_ranks_per_node(1, group)
+        set_backend_collectives(group)
+        with patch.object(dist, "all_reduce") as theirs:
+            gate.set()
+            for work in works:
+                work.wait()
+    assert nodes == [2, 2] and not theirs.called
+    assert (x == 4).all()
 
 
 @on_ranks(2)
@@ -1146,6 +1212,32 @@ def test_a_call_is_refused_while_another_thread_calls_an_operation_of_the_group(
             thread.join()
     all_reduce(x)
     assert (x == 4).all() and (y == 1).all()
+
+
+@on_ranks(2)
+def test_a_call_is_refused_while_another_thread_waits_for_its_turn_in_the_queue():
+    x, y = torch.ones(4), torch.ones(4)
+    waits, submit = threading.Event(), collectives._Thread.submit
+
+    def submit_and_tell(queue, *task):
+        pending = submit(queue, *task)
+        finish = lambda: waits.set() or pending.finish()
+        return pending._replace(finish=finish)
+
+    with _background_held() as gate:
+        work = all_reduce(x, async_op=True)
+        with patch.object(collectives._Thread, "submit", submit_and_tell):
+            thread = threading.Thread(target=all_reduce, args=(y,))
+            thread.start()
+            assert waits.wait(20)
+            try:
+                with pytest.raises(RuntimeError, match="while another thread calls an operation"):
+                    all_reduce(x)
+            finally:
+                gate.set()
+                thread.join()
+        work.wait()
+    assert (x == 2).all() and (y == 2).all()
 
 
 def test_two_threads_that_are_the_first_to_use_a_group_get_one_queue(one_of):
@@ -1254,7 +1346,6 @@ def test_a_listener_hears_the_events_of_operations_begun_inside_observe_in_order
     def listen(event, operation, sends=(), receives=()):
         here = threading.current_thread() is threading.main_thread()
         heard[here].append(f"{event} {operation.name} {len(sends) + len(receives)}")
-        assert (operation.of is None) == (operation.name != "wait")
         assert operation.group is dist.group.WORLD and operation.ranks == [0, 1]
         assert operation.rank == dist.get_rank() and operation.world_size == 2
 
@@ -1269,8 +1360,9 @@ def test_a_listener_hears_the_events_of_operations_begun_inside_observe_in_order
     assert heard[False] == ["post all_to_all_single 2", "end all_to_all_single 0"]
     assert heard[True] == [
         *("begin all_reduce 0", "post all_reduce 2", "end all_reduce 0"),
-        *("begin exchange 0", "post exchange 2", "begin wait 0", "end exchange 0", "end wait 0"),
-        *("begin all_to_all_single 0", "begin wait 0", "end wait 0"),
+        *("begin exchange 0", "post exchange 2"),
+        *("wait exchange 0", "end exchange 0", "waited exchange 0"),
+        *("begin all_to_all_single 0", "wait all_to_all_single 0", "waited all_to_all_single 0"),
     ]
 
 

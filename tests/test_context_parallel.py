@@ -200,7 +200,9 @@ def test_the_demonstration_prints_what_the_table_says():
 def test_a_ring_computes_while_keys_values_and_their_gradients_travel():
     log = []
     note = lambda right: lambda *given: log.append("compute") or right(*given)
-    listen = lambda event, operation, *_: event == "begin" and log.append(operation.name)
+    listen = lambda event, operation, *_: log.extend(
+        {"begin": [operation.name], "wait": ["wait"]}.get(event, [])
+    )
     kernels = ("block_attention", "block_attention_backward")
     noted = {name: note(getattr(sequence_parallel, name)) for name in kernels}
     q, k, v = torch.randn(3, 1, 2, 8, 4, requires_grad=True)

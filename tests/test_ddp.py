@@ -505,8 +505,8 @@ def test_a_bucket_is_reduced_while_backward_still_runs(wait_in_backward):
         layer.weight.register_hook(lambda grad, i=i: events.append(f"gradient {i}"))
 
     def listen(event, operation, *_):
-        if event == "begin":
-            events.append("wait" if operation.of else "reduce")
+        if event in ("begin", "wait"):
+            events.append({"begin": "reduce"}.get(event, event))
 
     loss = mean_square(model, own_part(make_data(4)))
     with observe(listen):

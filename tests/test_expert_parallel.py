@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from functools import partial
-from unittest.mock import patch
+from unittest.mock import Mock, call, patch
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from collectives import count_bytes, gather_objects, observe, rank_and_size
 from ddp import DistributedDataParallel
 from expert_parallel import (
     DispatchPlan, Experts, FullPrecisionLinear, MoE, PlainMoE, Router, dispatch_and_combine,
-    expert_parallel_bytes, plain_dispatch, switch, tally_metrics, two_hops, within_capacity,
+    expert_parallel_bytes, plain_dispatch, switch, two_hops, within_capacity,
 )
 from gpu_counts import batches, nccl_over_gloo, waits
 from layouts import soak_but
@@ -419,14 +419,14 @@ def test_a_wrapper_does_not_replicate_experts_over_ranks_that_have_others(wrap):
 
 @pytest.mark.parametrize("per_node", [0, 2])
 @on_ranks(4)
-def test_shared_experts_are_launched_while_the_host_waits_for_the_first_counts(per_node):
+def test_shared_experts_are_launched_while_the_first_rows_travel(per_node):
     layer, events = MoE(16, 64, 8, 2, shared_experts=1, nodes=_groups(per_node)), []
     layer.shared.register_forward_hook(lambda *_: events.append("shared"))
     layer.experts.register_forward_hook(lambda *_: events.append("experts"))
     tolist, to = torch.Tensor.tolist, torch.Tensor.to
 
     def note(event, operation, *_):
-        if event == "begin" and operation.of is None:
+        if event == "begin":
             events.append("send")
 
     def copied(tensor, *args, **options):
@@ -440,9 +440,10 @@ def test_shared_experts_are_launched_while_the_host_waits_for_the_first_counts(p
     ):
         layer(torch.randn(5, 16))
     counts = ["send", "copy", "wait"]
-    inside = ["send"] * 3 + counts if per_node else []  # tokens, choices and weights
+    inside = [*counts, "send"] if per_node else []
     back = ["send"] * (2 if per_node else 1)
-    expected = ["send", "copy", "shared", "wait", *inside, "send", "experts", *back]
+    rows = ["send"] * (3 if per_node else 1)  # of tokens, choices and weights
+    expected = [*counts, *rows, "shared", *inside, "experts", *back]
     assert events == expected
 
 ALL_OPTIONS = {"capacity_factor": 1.0, "shared_experts": 1, "score": "sigmoid", "n_group": 2}
@@ -481,6 +482,17 @@ def test_the_host_waits_once_per_hop_in_forward_and_not_in_backward(
     with waits() as update:
         layer.router.update_bias(layer.losses.tally[:16])
     assert not update
+
+
+@on_ranks(1)
+def test_the_copy_of_counts_is_awaited_on_the_stream_of_their_device_not_of_the_current_one():
+    """A process may never call torch.cuda.set_device(), and use cuda:1 by its tensors alone."""
+    experts = torch.tensor([[0], [1]])
+    streams = Mock()
+    on_gpu = patch.object(torch.Tensor, "is_cuda", property(lambda x: True), create=True)
+    with on_gpu, patch.object(torch.cuda, "current_stream", streams):
+        DispatchPlan(experts, 2).wait_for_counts()
+    assert streams.mock_calls[0] == call(experts.device)
 
 
 @on_ranks(4)
@@ -524,8 +536,8 @@ def note_journeys(events, names):
     names, posted = iter(names), {}
 
     def listen(event, operation, *_):
-        if event == "begin" and operation.of is not None:
-            events.append(f"< {posted[operation.of]}")
+        if event == "wait":
+            events.append(f"< {posted[operation]}")
         elif event == "begin" and operation.async_op:
             posted[operation] = next(names)
             events.append(f"> {posted[operation]}")
@@ -548,7 +560,7 @@ def _order_of_a_layer(parts):
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("parts", [1, 2, soak(3)])
 @on_ranks(2)
 def test_a_part_travels_beside_another_ones_experts_and_backward_mirrors_forward(parts, tokens):
     """So it is on all ranks, though one of them has `tokens` tokens, and another one has 7."""
@@ -609,17 +621,19 @@ def test_a_part_crosses_nodes_beside_another_ones_second_hop():
     layer.shared.register_forward_hook(lambda *_: events.append("shared"))
 
     def listen(event, operation, *_):
-        if event == "begin" and operation.group is cross_group:
-            events.append("wait" if operation.of else "post" if operation.async_op else "counts")
-        elif event == "begin" and operation.group is node_group and not operation.async_op:
-            events.append("counts in node" if not operation.of else "")
+        if operation.group is cross_group and event == "wait":
+            events.append("wait")
+        elif operation.group is cross_group and event == "begin":
+            events.append("post" if operation.async_op else "counts")
+        elif event == "begin" and not operation.async_op:
+            events.append("counts in node")
 
     with observe(listen):
         layer(torch.randn(6, 4, requires_grad=True)).sum().backward()
     forward = ["counts", *6 * ["post"], "shared"]  # tokens, choices and weights of two parts
     forward += 2 * [*3 * ["wait"], "counts in node", "post"] + 2 * ["wait"]
     backward = 2 * ["post"] + 2 * ["wait", *2 * ["post"]] + 4 * ["wait"]  # choices have no gradient
-    assert [event for event in events if event] == forward + backward
+    assert events == forward + backward
 
 
 def _loads(rank, how):
@@ -693,8 +707,8 @@ def test_counts_of_the_losses_are_sent_when_no_row_travels_and_not_in_evaluation
     under_way = set()
 
     def listen(event, operation, *_):
-        if event == "begin" and operation.of is not None:
-            under_way.discard(operation.of)
+        if event == "wait":
+            under_way.discard(operation)
         elif event == "begin":
             assert not (operation.name == "all_reduce" and under_way)
             sent.append(operation.name)
@@ -934,6 +948,27 @@ def test_the_losses_have_the_scale_of_the_main_loss_once_it_is_set(how):
     assert_close(balance * 0.3 + z * 0.2, passes * plain.loss.detach())
 
 
+@pytest.mark.parametrize("scale", [0, 0.0, torch.zeros(())])
+@on_ranks(2)
+def test_a_batch_with_a_scale_of_0_counts_on_no_rank(scale):
+    """A rank without a batch takes any batch, and multiplies its loss by 0."""
+    rank, _ = rank_and_size()
+    torch.manual_seed(shifted(0))
+    options = {"balance_coefficient": 0.3, "z_coefficient": 0.2, "capacity_factor": 0.5}
+    layer = MoE(4, 8, 4, 2, balance_groups=(None,), **options).double()
+    x = torch.randn(2, 5, 4, dtype=torch.float64)[rank]
+    found = []
+    for rows in (x, x[: 0 if rank else None]):  # rank 1 has a batch that must not count, then none
+        layer.zero_grad()
+        layer.losses.tally.zero_()
+        layer.losses.scale = scale if rank and len(rows) else 1.0
+        (layer(rows) * (0 if rank else 1)).sum().backward()
+        found.append([layer.losses.tally.clone(), layer.router.weight.grad])
+    for one, other in zip(*found):
+        assert_close(one, other, 1e-12)
+        assert one.any() == (rank == 0)
+
+
 # ---- capacity, errors ----------------------------------------------------------------------------
 
 
@@ -973,14 +1008,6 @@ def test_the_z_loss_has_a_gradient_without_the_balance_loss():
     weight = layer.router.weight
     loss = 0.5 * F.linear(x, weight).logsumexp(-1).square().mean()
     assert_close(weight.grad, *torch.autograd.grad(loss, weight), 1e-5)
-
-
-def test_metrics_are_the_worst_load_the_fraction_dropped_and_the_mean_losses():
-    tallies = torch.tensor([[4.0, 4, 4, 4, 2, 1.0, 3.0], [8, 4, 4, 0, 6, 2.0, 5.0]])
-    expected = {"expert_load": 2, "expert_dropped": 8 / 32, "balance_loss": 0.75, "z_loss": 2.0}
-    assert tally_metrics(tallies, 2, True) == expected
-    assert list(tally_metrics(tallies, 2, False)) == ["expert_load", "expert_dropped"]
-    assert not any(tally_metrics(torch.zeros(2, 7), 2, True).values())  # no layer has had a token
 
 
 @on_ranks(4)

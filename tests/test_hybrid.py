@@ -269,6 +269,15 @@ def test_balance_losses_are_means_over_microbatches_in_any_layout():
         np.testing.assert_allclose([balance, z], np.mean(metrics, 0)[-2:], rtol=1e-11)
 
 
+def test_metrics_are_the_worst_load_the_fraction_dropped_and_the_mean_losses():
+    tallies = torch.tensor([[4.0, 4, 4, 4, 2, 1.0, 3.0], [8, 4, 4, 0, 6, 2.0, 5.0]])
+    expected = {"expert_load": 2, "expert_dropped": 8 / 32, "balance_loss": 0.75, "z_loss": 2.0}
+    assert hybrid.tally_metrics(tallies, 2, True) == expected
+    assert list(hybrid.tally_metrics(tallies, 2, False)) == ["expert_load", "expert_dropped"]
+    of_no_token = hybrid.tally_metrics(torch.zeros(2, 7), 2, True)
+    assert not any(of_no_token.values())
+
+
 # ---- the model and its state ---------------------------------------------------------------------
 
 
@@ -623,8 +632,8 @@ def test_a_layer_that_tp_splits_computes_while_its_neighbours_flats_travel():
     def listen(event, operation, *_):
         if event == "begin" and operation.async_op:
             pending.add(operation)
-        elif event == "begin":
-            pending.discard(operation.of)
+        elif event == "wait":
+            pending.discard(operation)
 
     def note(*_):
         names = [operation.name for operation in pending]

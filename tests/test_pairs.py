@@ -274,8 +274,8 @@ def test_a_layer_hands_over_at_rows_under_way_and_not_at_counts_or_short_message
     under_way, widths, handed = {}, {}, []
 
     def listen(event, operation, sends=(), receives=()):
-        if event == "begin" and operation.of is not None:
-            under_way.pop(operation.of)
+        if event == "wait":
+            under_way.pop(operation)
         elif event == "begin" and operation.async_op:
             under_way[operation] = True
         elif event == "begin":

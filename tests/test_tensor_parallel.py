@@ -319,8 +319,8 @@ def test_communication_overlaps_the_products(how):
     events, store, deferred = [], WeightGradStore(), []
 
     def listen(event, operation, *_):
-        if event == "begin":
-            events.append(f"wait {operation.of.name}" if operation.of else operation.name)
+        if event in ("begin", "wait"):
+            events.append(f"wait {operation.name}" if event == "wait" else operation.name)
 
     kind = RowParallelLinear if how == "rows by chunks" else ColumnParallelLinear
     layer = kind(8, 8, sequence_parallel=bool(how), defer=store)
@@ -357,8 +357,8 @@ def test_with_two_peers_no_message_is_waited_for_before_the_last_one_is_sent():
     log, (x, y) = [], (torch.randn(2, 8), torch.randn(6, 4))
 
     def listen(event, operation, *_):
-        if event == "begin":
-            log.append(f"wait {SEND}" if operation.of else operation.name)
+        if event in ("begin", "wait"):
+            log.append(f"wait {SEND}" if event == "wait" else operation.name)
 
     multiplies = _Operations(lambda name: log.extend([MULTIPLY] * ("mm" in name)))
     with chunks_of_any_size(), observe(listen), multiplies:

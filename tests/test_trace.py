@@ -42,7 +42,7 @@ def _traced(flags):
     axes, counted, operations = trace.axes_of(trainer.mesh), {}, defaultdict(Counter)
 
     def listen(event, operation, *_):
-        if event == "begin" and operation.name != "wait" and operation.group in axes:
+        if event == "begin" and operation.group in axes:
             operations[axes[operation.group]][operation.name] += 1
 
     with count_bytes() as traffic, observe(listen):

@@ -1144,8 +1144,8 @@ def test_a_unit_computes_before_its_neighbours_collectives_are_waited_for(stage)
     def listen(event, operation, *messages):
         if event == "begin" and operation.async_op:
             pending.add(operation)
-        elif event == "begin":
-            pending.discard(operation.of)
+        elif event == "wait":
+            pending.discard(operation)
 
     def note(*_):
         seen.append(Counter(operation.name for operation in pending))
@@ -1206,7 +1206,7 @@ def test_in_backward_the_next_unit_is_gathered_before_the_last_ones_gradients_ar
     model = FullyShardedDataParallel(net, units=net.blocks)
 
     def listen(event, operation, *_):
-        if event == "begin" and not operation.of:
+        if event == "begin":
             log.append({"all_gather_single": "G", "reduce_scatter_single": "S"}[operation.name])
 
     loss = model(torch.ones(2, 96)).sum()

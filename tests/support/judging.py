@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from collectives import Traffic, observe, rank_and_size
+from collectives import TAG, Traffic, observe, rank_and_size
 from ranks import shifted
 
 
@@ -98,8 +98,8 @@ def watched(builds=None):
 
     All messages, also ours, pass through send() and recv() of a process group. To replace
     dist.isend instead would break P2POp's check that its argument is dist.isend or dist.irecv.
-    Each message travels with its length, because gloo aborts the process if it is longer than the
-    tensor that receives it, and fills only a part of the tensor if it is shorter.
+    Each message travels with its length, so that unlike sizes can be named. Our tags, by which such
+    messages would not meet, are all replaced by TAG.
     """
     traffic = Traffic()
     posted = []
@@ -122,7 +122,7 @@ def watched(builds=None):
         leaving = torch.cat([length, data])
         waits_for = f"rank {peer} to receive {len(data):,} bytes"
         with in_vain(waits_for):
-            work = torch_send(group, [leaving], peer, tag)
+            work = torch_send(group, [leaving], peer, min(tag, TAG))
         posted.append((work, leaving))
         return Message(work, waits_for)
 
@@ -139,7 +139,7 @@ def watched(builds=None):
 
         waits_for = f"rank {peer} to send {len(data):,} bytes"
         with in_vain(waits_for):
-            work = torch_recv(group, [arriving], peer, tag)
+            work = torch_recv(group, [arriving], peer, min(tag, TAG))
         posted.append((work, arriving))
         return Message(work, waits_for, finish)
 

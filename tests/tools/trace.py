@@ -72,7 +72,7 @@ def traced(trainer, *batch):
     axes, told, spans = axes_of(trainer.mesh), {}, []
 
     def listen(event, operation, sends=(), receives=()):
-        moments, sent = told.setdefault(operation, ([], []))
+        moments, sent = told.setdefault((operation, event.startswith("wait")), ([], []))
         moments.append(now(trainer.device))
         sent += [tensor.nbytes for tensor, _ in sends]
 
@@ -92,14 +92,16 @@ def traced(trainer, *batch):
     ]
     lanes = {"compute": actions[:]}
     parts = Counter(compute=covered((begin, end) for begin, end, *_ in actions))
-    for operation in [operation for operation in told if operation.group in axes]:
-        axis, (moments, sent) = axes[operation.group], told[operation]
-        begin, *posts, end = map(since, moments)
-        if operation.name != "wait":  # a queued operation is posted later than it is called
+    of_axes = [(*key, *value) for key, value in told.items() if key[0].group in axes]
+    for operation, is_wait, moments, sent in of_axes:
+        axis, moments = axes[operation.group], [*map(since, moments)]
+        begin, *posts, end = moments
+        if not is_wait:  # a queued operation is posted later than it is called
             known = {"messages": len(sent), "bytes": sum(sent)}
             span = posts[0] if posts else begin, end, operation.name, known
             lanes.setdefault(axis, []).append(span)
-        if not operation.async_op:
+        waits = [] if operation.async_op else [(begin, end)]
+        for begin, end in zip(moments[::2], moments[1::2]) if is_wait else waits:
             lanes["compute"].append((begin, end, f"wait for {axis}", {}))
             parts["bubble" if axis == "pp" else axis] += end - begin
             if any(first <= begin < last for first, last, *_ in actions):
