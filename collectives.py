@@ -846,14 +846,15 @@ ALGORITHMS = ("naive", "recursive_doubling", *PHASES)
 #
 #                            for an all-reduce                    for a reduce-scatter or all-gather
 #     NCCL, one node         naive (below 64 KB), direct          direct
-#     NCCL, several nodes    ring, hierarchical, the doublings    ring, hierarchical, halving
-#     gloo, below 2 MB       ring, hierarchical, the doublings    ring, hierarchical, halving
+#     NCCL, several nodes    ring, hierarchical, the doublings    ring, hierarchical, halving (1)
+#     gloo, below 2 MB       ring, hierarchical, the doublings    ring, hierarchical, halving (2)
 #     gloo, from 2 MB on     ring, hierarchical                   ring, hierarchical
 #
-# In the last column, halving needs a P that is a power of two. For any other P, gloo has direct
-# instead. With NCCL each rank would need a connection to every other one. Where halving may be
-# taken and P is a power of two, no ring is, as it sends as many bytes in more steps. So between
-# nodes of GPUs, a long tensor takes scratch of 3/4 of its size: it is better passed in buckets.
+#     (1) only if P is a power of two     (2) for any other P, direct in its place
+#
+# NCCL has no direct there, since each rank would need a connection to every other one. If P is a
+# power of two, halving always wins over a ring: it sends as many bytes in fewer steps. But its
+# scratch is 3/4 of the tensor, so between nodes of GPUs long tensors are better passed in buckets.
 #
 # The constants are fixed, not measured at start-up, so that results do not depend on timing. They
 # were measured for gloo with 2 to 8 ranks on 2 cores, and estimated for NCCL.
@@ -1611,15 +1612,16 @@ class _Stream:
 
     The host launches a task and goes on, and the device runs it later. An event marks its end.
 
-    A task's tensors are held until the host has seen this event pass. PyTorch gives the memory of a
-    freed tensor to the next tensor of the caller's stream, whose kernels could write there while
-    the task still reads. They no longer can once that stream waits for the event. So finish() also
-    lets go of the tensors, if it is called on the stream on which the task was submitted.
+    Held tensors: if a task's tensor were freed, PyTorch would give its memory to the next tensor of
+    the caller's stream, whose kernels could write there while the task still reads. So a task holds
+    its tensors until the host has seen its event pass. finish() makes the current stream wait for
+    the event. If this is the stream on which the task was submitted, no kernel of it can write too
+    early any more, so finish() lets go of the tensors.
 
-    PyTorch keeps the memory of NCCL's messages until the host has seen their end. If the host ran a
-    training step ahead, each message of that step would take new memory. So the host waits while
-    more than AHEAD tasks are unfinished. Ranks that use several groups must therefore use them in
-    the same order, or their hosts could wait for one another.
+    AHEAD: PyTorch keeps the memory of NCCL's messages until the host has seen their end. If the
+    host ran a training step ahead, each message of that step would take new memory. So the host
+    waits while more than AHEAD tasks are unfinished. Ranks that use several groups must therefore
+    use them in the same order, or their hosts could wait for one another.
 
     launched: the tasks whose end the host has not seen, oldest first
     """
