@@ -105,7 +105,7 @@ def draw(like, kind, seed):
     """Return random numbers of like's shape: on all ranks the same for I and R, others for V, P."""
     if kind in "VP":
         seed += 1000 * (dist.get_rank() + 1)
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(shifted(seed)))
+    return torch.randn(like.detach().shape, generator=torch.Generator().manual_seed(shifted(seed)))
 
 
 def pairing(change, gradient, kind):

@@ -917,7 +917,7 @@ def _tamper(trainer, rank, name):
     if dist.get_rank() != rank:
         return lambda: None
     named = [(*chunk.named_parameters(), *chunk.named_buffers()) for chunk in trainer.chunks]
-    own = [x.data for other, x in sum(named, ()) if other.endswith(name) and x.numel()][-1]
+    own = [x.data for other, x in sum(named, ()) if other.endswith(name) and len(x)][-1]
     element, before = own.view(torch.int32).view(-1)[len(own) // 2], own.clone()
     element.fill_(0x7FC00000)
     return lambda: own.copy_(before)
