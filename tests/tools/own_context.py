@@ -49,7 +49,7 @@ mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
 cp_group = mesh.get_group("cp")
 torch.manual_seed(0)  # all ranks draw the same weights
 net = Model()
-model = DistributedDataParallel(net)  # over all ranks, as those of cp have other terms, too
+model = DistributedDataParallel(net)  # over all ranks: those of cp have other terms, too
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 positions = context_positions(LENGTH, cp_group)  # an early and a late quarter: equal work
 torch.manual_seed(1 + mesh.get_local_rank("dp"))  # a batch for each replica, the same over cp

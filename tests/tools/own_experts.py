@@ -22,6 +22,7 @@ mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("same", "ep"))
 same_group = mesh.get_group("same")  # the ranks that have the same experts
 ep_group = mesh.get_group("ep")
 torch.manual_seed(0)  # all ranks draw the same weights, and keep their experts
+# To train for long, pass balance_coefficient=0.01, or a few experts may get all tokens.
 moe = MoE(64, 128, num_experts=8, top_k=2, group=ep_group)
 net = nn.Sequential(nn.Linear(64, 64), moe, nn.Linear(64, 1))
 # An expert has computed the tokens of all ranks of its ep_group, so its gradient has their terms

@@ -45,7 +45,8 @@ for step in range(200):
     x = torch.randn(32, 64)
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
     loss.backward()  # averages gradients over dp
-    sum_gradients_over_tp(parameters_to_sum_over_tp(model), tp_group)  # of the LayerNorm
+    # of the LayerNorm, whose gradient on a rank has the terms of this rank's heads only
+    sum_gradients_over_tp(parameters_to_sum_over_tp(model), tp_group)
     if step == 0:
         check_gradients_over_tp(model, tp_group)  # raises an error if copies do not agree
     # The norm of the whole model's gradients. Ranks of tp have different parts of split matrices,

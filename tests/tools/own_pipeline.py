@@ -36,22 +36,23 @@ def next_batch():
 
 
 dist.init_process_group("gloo")
-shape = (STAGES, dist.get_world_size() // STAGES)
-mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
+grid = (STAGES, dist.get_world_size() // STAGES)
+mesh = dist.init_device_mesh("cpu", grid, mesh_dim_names=("pp", "dp"))
 pp_group = mesh.get_group("pp")
 dp_group = mesh.get_group("dp")
 torch.manual_seed(0)  # all ranks draw the same weights
 hidden = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)]
 net = nn.Sequential(*hidden, nn.Linear(WIDTH, 1))
 stage = net[:3] if mesh.get_local_rank("pp") == 0 else net[3:]  # the names are those of net
+# A step has a backward for each microbatch, so none waits for the sums: finish_grad_sync() does.
 model = FullyShardedDataParallel(stage, process_group=dp_group, stage=1, wait_in_backward=False)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 shape = (ROWS // MICROBATCHES, WIDTH)  # of what a stage sends to the next one
+# With ZeRO-2 and 3, pass sync_each=True, or ranks keep whole gradients until the last backward.
 schedule = one_f_one_b(STAGES, MICROBATCHES)
-# ZeRO-2 and 3 also need sync_each=True, so that no rank keeps the gradients of all microbatches
 training = Pipeline(model, schedule, loss_fn, pp_group, shape=shape)
-schedule = forward_only(STAGES, MICROBATCHES)
-evaluation = Pipeline(model, schedule, loss_fn, pp_group, shape=shape)
+without_backward = forward_only(STAGES, MICROBATCHES)
+evaluation = Pipeline(model, without_backward, loss_fn, pp_group, shape=shape)
 torch.manual_seed(1 + mesh.get_local_rank("dp"))  # a batch for each replica, the same over pp
 for step in range(200):
     loss = training.step(*next_batch())  # None on the first stage
