@@ -224,9 +224,11 @@ def simple_ulysses_attention(q, k, v, group=None):
 #     positions = context_positions(T, group)  # (T/P,), on the CPU
 #     x = embedding(tokens[:, positions]) + embedding_of_positions(positions.to(device))
 #     y = zigzag_ring_attention(q, k, v, group)
+#     logits = head(x).flatten(0, 1)  # (B T/P, vocabulary)
 #     losses = F.cross_entropy(logits, next_tokens[:, positions].flatten(), reduction="none")
 #
-# The loss is the sum of all ranks' token losses, divided by the number of tokens on all ranks.
+# Rotary embeddings, too, turn q and k by these positions, before the call. The loss is the sum of
+# all ranks' token losses, divided by the number of tokens on all ranks.
 # Ranks have copies of parameters, so gradients are summed over the group, as in ddp.py. Attention
 # has no dropout, and no mask of documents: if a sequence is packed from several of them, tokens
 # also see the documents before their own.

@@ -247,8 +247,9 @@ def split_cross_entropy(logits, target, group=None):
 #     check_gradients_over_tp(model, group)  # in the first step: has a mark been forgotten?
 #     optimizer.step()
 #
-# Without sequence_parallel x is (T, B, D) on every rank, and nothing is marked. A norm for clipping
-# counts each parameter once. Let `parts` be the gradients of split parameters, and `copies` those
+# Without sequence_parallel x is (T, B, D) on every rank, and nothing in this model is marked. To
+# train for long, scale the embedding's weights by 0.02, because they are also the head's, and the
+# first losses would be large. A norm for clipping counts each parameter once. Let `parts` be the gradients of split parameters, and `copies` those
 # of the others. get_total_norm() of ddp.py sums squares over groups that it is given, so first
 # of_parts = get_total_norm(parts, [group]), then the norm is get_total_norm([of_parts, *copies]).
 #
@@ -745,11 +746,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 # ---- copies whose gradients are parts ------------------------------------------------------------
 #
-# On the ground floor all ranks compute the same outside of f and g, so copies of a parameter have
-# the same gradient. There are two exceptions. A parameter that is used between f and g, such as a
-# norm of q, sees this rank's heads only. With sequence parallelism, one that is used outside of
-# them sees this rank's tokens only. Then each rank has a part of its gradient, and the parts must
-# be summed once per step, as under "upper floor".
+# Copies of a parameter have the same gradient if they are used outside of f and g, and every rank
+# uses them for all tokens. Two kinds are not used so. A parameter between f and g, such as a norm
+# of q, sees this rank's heads only. With sequence parallelism, one outside of them sees this rank's
+# tokens only. Then each rank has a part of its gradient, and the parts must be summed once per
+# step, as under "upper floor".
 
 
 def mark_sum_over_tp(module):
@@ -797,7 +798,8 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
 
     A second call would sum what is a sum already, and make it P times too large.
 
-    parameters: from parameters_to_sum_over_tp(). A gradient that is None counts as zero.
+    parameters: from parameters_to_sum_over_tp(), the same on all ranks, also if there are none. A
+        gradient that is None counts as zero.
     check: whether to raise ValueError on all ranks if the sum would mix unlike parts, since a
         parameter is split over the group, or since ranks have different pieces of it.
     """

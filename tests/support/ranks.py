@@ -128,26 +128,33 @@ class PromptStore(dist.Store):
 
 def leave_groups():
     """Destroy all groups, also those in cycles, without waiting until they end (10 ms each)."""
-    backends = []
-    for group in dist.distributed_c10d._world.pg_map:
-        backends += [group._get_backend(device) for device in group._device_types]
+    groups = dist.distributed_c10d._world.pg_map
+    backends = [group._get_backend(kind) for group in groups for kind in group._device_types]
     dist.destroy_process_group()
     gc.collect()
     gc.freeze()  # later collections skip what is left
-    busy = _thread.allocate_lock()
-    busy.acquire()
-    leaving.append(busy)
-    # threading.active_count() does not count this thread
-    _thread.start_new_thread(clear, (backends, busy))
+    wait_for_leaving()  # of an earlier task, so that no more than one task's groups are left
+    while backends:
+        is_left = _thread.allocate_lock()
+        is_left.acquire()
+        leaving.append(is_left)
+        # threading.active_count() does not count this thread
+        _thread.start_new_thread(leave, ([backends.pop()], is_left))
 
 
-leaving = []  # locks, each held while the groups of a task are destroyed
+leaving = []  # a lock for each group that is being destroyed, held until it is gone
 
 
-def clear(backends, busy):
-    """Destroy the backends of groups, and release `busy`."""
-    backends.clear()
-    busy.release()
+def leave(backend, is_left):
+    """Destroy the group's backend in this list, and release the lock."""
+    backend.clear()
+    is_left.release()
+
+
+def wait_for_leaving():
+    """Wait until the groups of earlier tasks are gone."""
+    while leaving:
+        leaving.pop().acquire()
 
 
 def limit_files(nbytes):
@@ -155,8 +162,7 @@ def limit_files(nbytes):
 
     Groups of earlier tasks write to their stores while they are destroyed, so they must be gone.
     """
-    while leaving:
-        leaving.pop().acquire()
+    wait_for_leaving()
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     limit = hard if nbytes is None else nbytes
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
