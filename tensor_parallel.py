@@ -249,9 +249,10 @@ def split_cross_entropy(logits, target, group=None):
 #
 # Without sequence_parallel x is (T, B, D) on every rank, and nothing in this model is marked. To
 # train for long, scale the embedding's weights by 0.02, because they are also the head's, and the
-# first losses would be large. A norm for clipping counts each parameter once. Let `parts` be the gradients of split parameters, and `copies` those
-# of the others. get_total_norm() of ddp.py sums squares over groups that it is given, so first
-# of_parts = get_total_norm(parts, [group]), then the norm is get_total_norm([of_parts, *copies]).
+# first losses would be large. A norm for clipping counts each parameter once. Let `parts` be the
+# gradients of split parameters, and `copies` those of the others. get_total_norm() of ddp.py sums
+# squares over groups that it is given, so first of_parts = get_total_norm(parts, [group]), then the
+# norm is get_total_norm([of_parts, *copies]).
 #
 # Sections follow on linear layers, split parameters, modules, vocabulary and loss, copies whose
 # gradients are parts, fp16, and cost. Behind a banner of its own stands what large chunks and
