@@ -82,12 +82,13 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     inputs, targets: lists of microbatches. In the example m divides the batch, so they are equal,
         and each has 1/m of the loss. The first rank uses the values of inputs. The others use only
         their shape, floating-point dtype and device, which must be those of the tensors they
-        receive (contiguous ones, as all messages are). So if stages keep the shape of their input,
+        receive. So if stages keep the shape of their input,
         all ranks can pass the same inputs. If the first stage embeds tokens, the others pass
         tensors made by torch.empty() (see plain_step() in hybrid.py). Only the last rank uses
         targets.
     loss_fn returns a microbatch's share of the loss, such as its mean divided by the number of
-        microbatches, because the gradients of the shares are summed.
+        microbatches, because the gradients of the shares are summed. If some targets are masked, it
+        divides the microbatch's sum by the batch's number of targets.
     group: the ranks of the pipeline, or None for all that torchrun has started. With NCCL, give
         init_process_group() a device_id, or run a collective in the group before the first step.
         Otherwise the group's first exchange, between two of its ranks, hangs.
@@ -132,11 +133,11 @@ def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
     It takes the same arguments, and returns the same.
 
     A rank first goes forward once per later stage, or m times if m is smaller: this is its warm-up.
-    It then goes forward once more and waits for its first gradient. The last stage has no warm-up
-    and need not wait, because its backward begins with its own loss. After a shorter warm-up, too
-    few microbatches would be on their way, and the last stage would wait for inputs. A longer one
-    would hold more activations, and would not shorten the step if messages take no time, because
-    the last stage is already busy from its first forward to its last backward.
+    If m allows, it then goes forward once more and waits for its first gradient. The last stage has
+    no warm-up and need not wait, because its backward begins with its own loss. After a shorter
+    warm-up, too few microbatches would be on their way, and the last stage would wait for inputs. A
+    longer one would hold more activations, and would not shorten the step if messages take no time,
+    because the last stage is already busy from its first forward to its last backward.
 
     From then on a rank goes backward after each forward, which frees the activations of one
     microbatch before it makes those of another: this is the steady phase. The backwards that are
@@ -264,8 +265,8 @@ class Action(NamedTuple):
 class Transfer(NamedTuple):
     """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
 
-    action: the F that makes this output, or the B that makes this gradient, which stands for the I
-        in schedules that have it. If a rank has several chunks, source and destination may be the
+    action: the F that makes this output, or the B that makes this gradient. If an I makes it, a B
+        is written all the same. If a rank has several chunks, source and destination may be the
         same rank.
     """
 
@@ -436,7 +437,7 @@ def _actions(letters, m):
     """Return the actions that letters spell: F B I W act on chunk 0, f b i w on chunk 1.
 
     A chunk's first F is that of microbatch 0, the second that of 1, and so on. So are its
-    backwards, each a B or an I, and its Ws, where a B counts as one: "FFIWB" is F0 F1 I0 W0 B1.
+    backwards, each a B or an I, and its Ws. A B counts as an I and as a W: "FFIWB" is F0 F1 I0 W0 B1.
     Letters beyond microbatch m - 1 are left out.
     """
     counts = Counter()  # {(F, I or W, chunk): how many have been spelled}
@@ -518,7 +519,7 @@ def zb_h1(num_stages, num_microbatches):
     """1F1B with I and W in place of B. Rank r defers each W by r microbatches, to fill idle slots.
 
     When rank r has done its last I, the gradient goes on through the r ranks before it. This is
-    when 1F1B's ranks are idle. Here, rank r still has r Ws to do.
+    when 1F1B's ranks are idle. Rank 0 ends with a W, and here rank r still has r + 1 Ws to do.
 
         rank 0   F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5        p = 4, m = 6
         rank 1   F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
@@ -1010,9 +1011,9 @@ class Pipeline:
         self.loss_fn = loss_fn
         self.group = group
         self.defer = defer or WeightGradStore()
-        _check_schedule(self)
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
+        _check_schedule(self)
         actions = schedule[self.rank]
         self.reducing = reducing_actions(actions, self.stages, sync_each)
         self.program = program(schedule, self.rank)
@@ -1142,12 +1143,13 @@ def _check_schedule(pipeline):
         fault = f"rank {own_rank} has {len(stages)} stages for num_chunks={num_chunks}"
     elif any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
         fault = "torch's DistributedDataParallel reduces before the last microbatch"
-    own = type(pipeline).__name__, list(schedule), schedule.routes
+    sent = pipeline.like["size"], pipeline.like["dtype"]
+    own = type(pipeline).__name__, list(schedule), schedule.routes, *sent
     # In a group that has only NCCL, all ranks must take part in the first operation, so this gather
     # must precede step().
     gathered = gather_objects((own, fault), pipeline.group)
     if any(theirs != gathered[0][0] for theirs, _ in gathered):
-        raise ValueError("the ranks of the group have different schedules")
+        raise ValueError("the ranks of the group have different schedules, shapes or dtypes")
     if len(schedule) != num_stages:
         raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
     for _, fault in gathered:
@@ -1330,7 +1332,8 @@ class PairedSchedule(list):
 class PairedPipeline(Pipeline):
     """A Pipeline that does the pairs of its schedule in turns. It takes the same arguments.
 
-    Each layer of experts, an MoE of expert_parallel.py, must be told how to let the other pass run:
+    Each layer of experts, an MoE of expert_parallel.py, must be told how to let the other pass run,
+    on all ranks:
 
         pipeline = PairedPipeline(stages, dualpipe_v(4, 8), loss_fn, shape=(2, 128, 512))
         layer.hand_over = pipeline.turns.hand_over

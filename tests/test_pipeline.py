@@ -1036,6 +1036,8 @@ def test_errors_name_batches_stages_and_schedules_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=wrong):
             Pipeline(stages, schedule, _loss, shape=(2, 3))
+    with pytest.raises(ValueError, match="different schedules, shapes or dtypes"):
+        Pipeline(stage, gpipe(2, 4), _loss, shape=(2, 3 + rank))
     both_ends = Pipeline([stage, stage], zb_v(2, 2), _loss, shape=(2, 3))
     if rank == 0:
         with pytest.raises(ValueError, match="inputs has 4 rows, and targets 2"):
