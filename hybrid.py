@@ -377,8 +377,8 @@ def plain_step(stage, optimizer, tokens, microbatches, groups):
 #     torch.optim.AdamW                  the optimizer: the same, on ZeRO's pieces of parameters
 #     plain_step(), one_f_one_b_step()   one step: Trainer.step(), Pipeline.step()
 #
-# The technique ends at "services", where train() is the loop of a long run, and calls nothing that
-# stands below it. Four words are used in all sections:
+# The technique ends at "services", where train() is the loop of a long run. Of what stands below
+# that line it uses only flags, an Args, and batches of a Data. Four words are used in all sections:
 #
 #     stage      consecutive layers. The first stage also has the embeddings, the last one the head
 #     chunk      the module of a stage. Some schedules, such as DualPipe, give a rank several chunks
@@ -543,7 +543,9 @@ def slices_of_experts(grid, ep, ep_nodes, replicate):
 
 
 def nodes_of_experts(args):
-    """Return ep_nodes: over how many nodes an ep_group is spread, with equally many ranks on each.
+    """Return ep_nodes: into how many equal pieces to cut an ep_group, so that none crosses a node.
+
+    This is the number of its nodes if each has equally many of its ranks.
 
     With ep 8 on two nodes of 4 ranks:
 
@@ -1094,7 +1096,7 @@ def initialize(placements, seed):
     """Give this rank's part of every parameter and buffer its initial value.
 
     Normal numbers depend on the seed, on the parameter's name and on their row of the whole, or
-    their column in a matrix whose columns tp splits. They never depend on the layout.
+    their column in a matrix whose columns tp splits, also if tp is 1. They never depend on the layout.
     """
     for placement in placements:
         tensor = placement.tensor
@@ -1685,8 +1687,8 @@ def tally_metrics(tallies, num_microbatches, with_losses):
 #
 # Here the technique ends. What follows serves a long run on real data, of which train() is the
 # loop: it reads data and flags, writes samples, checkpoints and a log, and ends all processes
-# alike. It has to do with the layout where it loads a checkpoint of another one,
-# sums a sample's logits over tp, cp and pp, and checks that copies on different ranks are equal.
+# alike. The layout matters in three places only: it loads a checkpoint of another layout, sums a
+# sample's logits over tp, cp and pp, and checks that copies on different ranks are equal.
 
 # ---- the loop ------------------------------------------------------------------------------------
 
@@ -2135,7 +2137,8 @@ def boxes_in_whole(index, box, part):
 # ---- checkpoints ---------------------------------------------------------------------------------
 #
 # write_checkpoint() saves state_of() the Trainer, and resume() loads it. A checkpoint holds whole
-# tensors, of which each rank writes the boxes that it has. So any layout can load it:
+# tensors, of which each rank offers the boxes that it has. Of those that several ranks offer, dcp
+# lets one write, so a rank may write no file. Any layout can load a checkpoint:
 # torch.distributed.checkpoint (dcp) cuts what was saved into the boxes that a rank asks for. A
 # checkpoint is a folder, which has the suffix .partial until it is complete:
 #
@@ -2184,7 +2187,7 @@ def boxes_of(placement, tensor):
 
 
 def state_of(trainer, placements):
-    """Return {kind: {name: Boxes}} of weights, also with bf16 in fp32, and of their moments.
+    """Return {kind: {name: Boxes}} of weights, in fp32 also with bf16, and of their moments.
 
     The kind of weights is "model". That of moments is their name in the optimizer's state.
     """
@@ -2762,7 +2765,7 @@ class Args(GPTConfig):
 
     world_size: int
     per_node: int  # so many consecutive ranks always share a node
-    ep_nodes: int  # the number of nodes over which an ep_group is spread
+    ep_nodes: int  # see nodes_of_experts()
 
     # how the work is divided
     dp: int | None = flag(None, "replicas (default: as many as there are processes for)")

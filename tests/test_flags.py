@@ -237,7 +237,7 @@ def test_main_sets_the_environment_that_gpus_need_unless_it_is_set_and_no_collec
     assert seen["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert seen["NCCL_MAX_P2P_NCHANNELS"] == "4"
     for name, value in hybrid.ENVIRONMENT.items():
-        assert f"- `{name}={value}`" in (PROJECT / "README.md").read_text()
+        assert f"`{name}={value}`" in (PROJECT / "README.md").read_text()
 
 
 EMPTY = [name for name, each in hybrid.FLAGS.items() if each.type is not bool]
