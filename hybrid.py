@@ -1095,8 +1095,8 @@ def placements_of(chunks, homes, replicated):
 def initialize(placements, seed):
     """Give this rank's part of every parameter and buffer its initial value.
 
-    Normal numbers depend on the seed, on the parameter's name and on their row of the whole, or
-    their column in a matrix whose columns tp splits, also if tp is 1. They never depend on the layout.
+    Normal numbers depend on the seed, on the parameter's name and on their row of the whole, or, if
+    tp may split the matrix by columns, on their column. They never depend on the layout.
     """
     for placement in placements:
         tensor = placement.tensor
