@@ -437,8 +437,8 @@ def _actions(letters, m):
     """Return the actions that letters spell: F B I W act on chunk 0, f b i w on chunk 1.
 
     A chunk's first F is that of microbatch 0, the second that of 1, and so on. So are its
-    backwards, each a B or an I, and its Ws. A B counts as an I and as a W: "FFIWB" is F0 F1 I0 W0 B1.
-    Letters beyond microbatch m - 1 are left out.
+    backwards, each a B or an I, and its Ws. A B counts as an I and as a W: "FFIWB" is
+    F0 F1 I0 W0 B1. Letters beyond microbatch m - 1 are left out.
     """
     counts = Counter()  # {(F, I or W, chunk): how many have been spelled}
     actions = []
