@@ -734,7 +734,7 @@ def test_scripts_exit_with_0_and_a_rank_that_fails_in_a_pipeline_does_not_hang_t
     ends = [f"{number} ended with status 0" for number in range(8 * times + 1)]
     assert sorted(ended) == sorted(2 * ends), done.stderr
     assert "\nrank 1: IndexError: Target " in done.stdout, done.stderr
-    assert "\nrank 0: torch.distributed.DistBackendError: " in done.stdout, done.stderr
+    assert "\nrank 0: DistBackendError: " in done.stdout, done.stderr
 
 
 # ---- hybrid.py -----------------------------------------------------------------------------------
