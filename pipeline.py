@@ -82,10 +82,9 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     inputs, targets: lists of microbatches. In the example m divides the batch, so they are equal,
         and each has 1/m of the loss. The first rank uses the values of inputs. The others use only
         their shape, floating-point dtype and device, which must be those of the tensors they
-        receive. So if stages keep the shape of their input,
-        all ranks can pass the same inputs. If the first stage embeds tokens, the others pass
-        tensors made by torch.empty() (see plain_step() in hybrid.py). Only the last rank uses
-        targets.
+        receive. So if stages keep the shape of their input, all ranks can pass the same inputs. If
+        the first stage embeds tokens, the others pass tensors made by torch.empty() (see
+        plain_step() in hybrid.py). Only the last rank uses targets.
     loss_fn returns a microbatch's share of the loss, such as its mean divided by the number of
         microbatches, because the gradients of the shares are summed. If some targets are masked, it
         divides the microbatch's sum by the batch's number of targets.

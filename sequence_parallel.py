@@ -154,14 +154,15 @@ def simple_allgather_attention(q, k, v, group=None):
 # computed part by part, while keys and values arrive from one rank after another, on a ring.
 
 
-@torch.no_grad()  # or backward would be wrong in silence
 def simple_ring_attention(q, k, v, group=None):
     """Do the same as simple_allgather_attention(), but with one rank's keys and values at a time.
 
     plain_exchange() of collectives.py sends and receives, and returns when both are done. Autograd
-    does not follow it, so there is no backward. zigzag_ring_attention() has one, overlaps messages
-    with computation, skips what the mask hides, and does not overflow in exp().
+    does not follow it, so there is no backward: call this under torch.no_grad().
+    zigzag_ring_attention() has one, overlaps messages with computation, skips what the mask hides,
+    and does not overflow in exp().
     """
+    assert not torch.is_grad_enabled(), "its backward would be wrong"
     rank, world_size = rank_and_size(group)
     kv = torch.stack([k, v])
     arriving = torch.empty_like(kv)
@@ -816,10 +817,11 @@ def _demonstrate_context_parallelism():
     ):
         own = [x.detach()[:, :, positions].requires_grad_() for x in whole]
         claimed = list(context_parallel_bytes(name, B, T, H, H, K, cp, 8, 8))
-        with count_bytes() as traffic:
+        has_backward = method is not simple_ring_attention
+        with count_bytes() as traffic, torch.set_grad_enabled(has_backward):
             found = [method(*own)]
             counted = [traffic.bytes()]
-            if found[0].requires_grad:  # simple_ring_attention() has no backward
+            if has_backward:
                 found += torch.autograd.grad(found[0].square().sum(), own)
                 counted.append(traffic.bytes() - counted[0])
         error = _largest_error(found, [x[:, :, positions] for x in (whole_y, *gradients)])

@@ -483,12 +483,16 @@ def set_shard(module, name, full, shard):
 
 
 def shards_of(model):
-    """Return {name: Shard} of the model's split parameters. Each rank has a copy of the others."""
-    return {
-        f"{path}.{name}" if path else name: shard
-        for path, module in model.named_modules()
-        for name, shard in getattr(module, "shards", {}).items()
-    }
+    """Return {name: Shard} of the model's split parameters, with all names of one that is tied.
+
+    Each rank has a copy of the other parameters.
+    """
+    shard_of = {}
+    for module in model.modules():
+        for name, shard in getattr(module, "shards", {}).items():
+            shard_of[getattr(module, name)] = shard
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: shard_of[parameter] for name, parameter in named if parameter in shard_of}
 
 
 # ---- modules: linear layers, attention and dropout -----------------------------------------------

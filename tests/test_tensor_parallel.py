@@ -597,6 +597,19 @@ def test_a_parameter_that_is_not_marked_or_split_drifts_apart_and_is_named(sp, f
     assert (first - second).norm() > 1e-2 * first.norm()
 
 
+@on_ranks(2)
+def test_a_tied_weight_is_split_under_all_of_its_names():
+    """Otherwise it would be taken for a copy, and its unlike parts for copies that differ."""
+    embedding = VocabParallelEmbedding(6, 4)
+    head = nn.Linear(4, len(embedding.weight), bias=False)
+    head.weight = embedding.weight
+    model = nn.ModuleDict({"head": head, "embedding": embedding})  # it is found in the head first
+    shard = embedding.shards["weight"]
+    assert shards_of(model) == {"head.weight": shard, "embedding.weight": shard}
+    head(embedding(torch.arange(6))).sum().backward()
+    assert check_gradients_over_tp(model)
+
+
 @on_ranks(4)
 def test_a_deep_copy_is_split_and_marked_alike_over_the_same_group_and_has_its_own_weights():
     """AveragedModel copies a model, and updates the copy."""
