@@ -1959,7 +1959,7 @@ def test_the_shape_of_a_piece_does_not_pass_for_that_of_the_whole():
     for of in net.weight, net.weight.grad:
         for use in (
             lambda p: 0.1 / p.shape[-1], lambda p: p.size(-1), lambda p: p.numel(),
-            lambda p: p.nelement(), lambda p: p.stride(0),
+            lambda p: p.nelement(), lambda p: p.stride(0), lambda p: p.nbytes,
         ):  # fmt: skip
             with pytest.raises(RuntimeError, match="'weight' is sharded, and .*whole_shape"):
                 use(of)
