@@ -1180,7 +1180,7 @@ def divide_layers(config, routes):
     # forward takes 1 pass, backward 2, and recomputation 1, of which the head needs none
     passes = 4 if config.recompute == "full" else 3
     costs[-1] = 3 * flops_of_head(config) / (passes * flops_of_layers(config) / config.layers)
-    beside = [stages_of(rank, routes) for rank, _ in routes[0]]  # for each stage, its rank's
+    beside = [stages_of(rank, routes) for rank, _ in routes[0]]  # for each stage, all of its rank's
 
     def preference(stage):
         cost_of_rank = sum(costs[other] for other in beside[stage])
@@ -3013,8 +3013,10 @@ def at_least(least, kind=int, below=math.inf):
 
 
 def as_typed(name, value=True):
-    """Return a flag as it is written on the command line."""
+    """Return a flag as it is written on the command line, or "no --flag" without a value."""
     dashed = "--" + name.replace("_", "-")
+    if value is None or value is False:
+        return f"no {dashed}"
     return dashed if value is True else f"{dashed} {value}"
 
 

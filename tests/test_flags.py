@@ -440,7 +440,7 @@ UNLIKE = """a flag of rank 2 | what the only line names
 --lr 1 | rank 2, --lr 1.0, rank 0, --lr 0.003
 --device cuda | rank 2, --device cuda
 --timeout 5 | rank 2, --timeout 5, rank 0, --timeout 600
---checkpoint own | rank 2, --checkpoint PATH, rank 0, --checkpoint None
+--checkpoint own | rank 2, --checkpoint PATH, rank 0, no --checkpoint
 """
 
 
