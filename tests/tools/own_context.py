@@ -28,8 +28,9 @@ HEADS = 4
 class Model(nn.Module):
     """A layer of attention. All other layers treat each token by itself, so cp changes none."""
 
-    def __init__(self):
+    def __init__(self, cp_group):
         super().__init__()
+        self.cp_group = cp_group
         self.of_token = nn.Embedding(VOCABULARY, WIDTH)
         self.of_position = nn.Embedding(LENGTH, WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
@@ -39,7 +40,7 @@ class Model(nn.Module):
         x = self.of_token(tokens) + self.of_position(positions)  # (SEQUENCES, 32, WIDTH)
         heads = self.qkv(x).unflatten(2, (3, HEADS, -1))
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # (SEQUENCES, HEADS, 32, WIDTH / HEADS) each
-        y = zigzag_ring_attention(q, k, v, cp_group)  # also to the keys of the other rank
+        y = zigzag_ring_attention(q, k, v, self.cp_group)  # causal, over the keys of both ranks
         return self.head(x + y.transpose(1, 2).flatten(2))
 
 
@@ -48,7 +49,7 @@ shape = (dist.get_world_size() // 2, 2)
 mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
 cp_group = mesh.get_group("cp")
 torch.manual_seed(0)  # all ranks draw the same weights
-net = Model()
+net = Model(cp_group)
 model = DistributedDataParallel(net)  # over all ranks: those of cp have other terms, too
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 positions = context_positions(LENGTH, cp_group)  # an early and a late quarter: equal work

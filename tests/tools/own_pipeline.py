@@ -3,8 +3,8 @@
     PYTHONPATH=. torchrun --nproc-per-node 4 tests/tools/own_pipeline.py FILE     2 or 4 ranks
 
 Ranks 0 and 2 are one replica, 1 and 3 the other. Ranks 0 and 1 have the first three layers, ranks 2
-and 3 the last three. ZeRO-1 divides the optimizer's state between ranks 0 and 1, as between ranks 2
-and 3. FILE gets the trained weights, whole, as one process would save them.
+and 3 the last three. ZeRO-1 divides the optimizer's state of a stage between its two ranks. FILE
+gets the trained weights, whole, as one process would save them.
 """
 
 import sys
